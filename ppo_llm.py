@@ -1,28 +1,27 @@
 """PPO for language models, in one file and in plain PyTorch.
 
-A language model (the actor) writes responses to the prompts of a text environment, the environment rewards them, and
-Proximal Policy Optimization (Schulman et al. 2017, https://arxiv.org/abs/1707.06347) makes rewarded tokens more likely.
-A second transformer (the critic) predicts the reward still to come; a frozen copy (the reference) keeps the actor from
-drifting. One rollout is reused over `ppo_epochs` epochs of shuffled minibatches. It is the algorithm that plays Atari, with
-a token as the action and the text so far as the state.
+A language model (the actor) answers the prompts of a text environment, the environment rewards the answers, and
+Proximal Policy Optimization (https://arxiv.org/abs/1707.06347) makes rewarded tokens more likely. A second transformer
+(the critic) predicts the reward still to come; a frozen copy (the reference) holds the actor near where it began. Each
+rollout is used for `ppo_epochs` epochs of minibatches. It is the PPO of Atari: actions are tokens, states are texts.
 
-    python ppo_llm.py                       # a tiny model learns to sort digits, on the CPU, in about a minute
+    python ppo_llm.py                       # a tiny model learns to sort digits, on the CPU, in a minute or two
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}'    # a checkpoint, real text
     python ppo_llm.py --help                # every flag, its unit and its effect
 
-Words. The *actor* is trained, and it also samples: there is no separate "old model". The *old policy* is the actor as it
-was when it sampled; it exists only as the recorded `old_logprobs`. The *reference* is used for the KL penalty alone. A
-*sample* is one episode: prompt, response, further turns if the environment has them. An *iteration* is one rollout and all
-updates on it; a *minibatch* is one optimizer step, a *microbatch* one forward and backward.
+Words. The *actor* is trained, and it also samples: there is no separate "old model". The *old policy* is the actor as
+it was when it sampled; it exists only as `old_logprobs`. The *reference* serves the KL penalty alone. A *sample* is one
+episode: prompt, response, further turns if there are any. An *iteration* is one rollout and all updates on it, a
+*minibatch* one optimizer step, a *microbatch* one forward and backward.
 
-Layout. Rows are right-padded and start at index 0, and all is stored at the token's own index: `mask[b, t]` is 1 iff the
-actor sampled token t, `logprobs[b, t]` = log pi(token t | tokens < t), `values[b, t]` = V(state before token t). Letters in
-shapes: B rows, T tokens, S cache positions, H / Hkv heads, D head size, V vocabulary, N samples of a rollout.
+Layout. Rows are right-padded and start at index 0, and all is stored at the token's own index: `mask[b, t]` is 1 iff
+the actor sampled token t, `logprobs[b, t]` = log pi(token t | tokens < t), `values[b, t]` = V(state before token t).
+In shapes: B rows, T tokens, S cache positions, H / Hkv heads, D head size, V vocabulary, N samples of a rollout.
 
-Reading order: `ppo` at the end tells the story; section 6 is its mathematics, section 4 its rollout. Left out on purpose:
-LoRA, methods without a critic, top-p and top-k (they make the ratio wrong). Background: "The 37 implementation details of
-PPO" (https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details) and "The N implementation details of RLHF
-with PPO" (https://huggingface.co/blog/the_n_implementation_details_of_rlhf_with_ppo).
+Reading order: `ppo` at the end tells the story, section 6 is its mathematics, section 4 its rollout. Left out: LoRA,
+methods without critic, top-p and top-k (they make the ratio wrong). Background: "The 37 implementation details of PPO"
+(https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details) and "The N implementation details of RLHF with
+PPO" (https://huggingface.co/blog/the_n_implementation_details_of_rlhf_with_ppo).
 """
 
 from __future__ import annotations
@@ -71,197 +70,130 @@ class UserError(ValueError):
 
 @dataclass
 class Args:
-    """PPO for language models. A flag left at None gets a default that depends on the job and is printed at start."""
+    """PPO for language models. Defaults that depend on the job (None below) are printed at start."""
 
-    seed: int = 1
-    """seed of weights, sampling noise and minibatch order; the environment's prompts are the same for every seed"""
-    run_name: str | None = None
-    """folder of the run under log_dir, used as given; default <env>__<script>__<seed>__<time>"""
-    log_dir: str = "runs"
-    """where run folders are made"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if there is one"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of forward passes and rollout; weights, optimizer and softmax stay float32. auto: bfloat16 on cuda"""
+    seed: int = 1  # of weights, sampling noise and minibatch order; the environment's prompts are always the same
+    run_name: str | None = None  # name of the run's folder; default <env>__<script>__<seed>__<time>
+    log_dir: str = "runs"  # where run folders are made
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes; auto: bfloat16 on cuda
 
-    model: str | None = None
-    """the actor: folder in Hugging Face format, or hub id org/name; default: a tiny model, random and warm-started"""
-    critic_model: str | None = None
-    """checkpoint that the critic starts from; default: the actor as it is before PPO"""
-    reward_model: str | None = None
-    """*ForSequenceClassification checkpoint with the actor's tokenizer; adds its score to the last token's reward"""
+    model: str | None = None  # the actor, a Hugging Face folder or hub id org/name; default: a tiny one, warm-started
+    critic_model: str | None = None  # checkpoint that the critic starts from; default: the actor as it is before PPO
+    reward_model: str | None = None  # *ForSequenceClassification of the actor's tokenizer; adds to the reward
+    env_id: str = "SortDigits-v0"  # or GSM8K-v0, or a Gymnasium text environment of your own as pkg.module:MyEnv-v0
+    env_kwargs: str = "{}"  # the environment's arguments, a JSON object
+    env_timeout: float = 60.0  # seconds that one reset() or step() may take
 
-    env_id: str = "SortDigits-v0"
-    """SortDigits-v0, GSM8K-v0, or a Gymnasium text environment of your own as pkg.module:MyEnv-v0"""
-    env_kwargs: str = "{}"
-    """the environment's arguments, a JSON object"""
-    env_timeout: float = 60.0
-    """seconds that one reset() or step() may take"""
+    num_iterations: int = 200  # iterations, each one rollout and all updates on it
+    rollout_batch_size: int = 512  # prompts an iteration
+    n_samples_per_prompt: int = 1  # samples of each prompt
+    rollout_slots: int = 256  # rows sampled at once; the KV cache holds slots x (prompt + new tokens)
+    max_prompt_tokens: int | None = None  # a longer prompt is an error; default 16, with --model 512
+    max_new_tokens: int | None = None  # all after the prompt, environment's text included; default 8, with --model 256
+    temperature: float = 1.0  # divides the logits, alike in sampling, old, new and reference log-probs and entropy
+    sft_steps: int | None = None  # supervised steps on demonstrations before PPO; default 100, with --model 0
+    sft_batch_size: int = 256  # demonstrations in a supervised step
+    sft_lr: float | None = None  # learning rate of the supervised steps, linear to 0; default 1e-3, with --model 1e-5
 
-    num_iterations: int = 200
-    """iterations, each one rollout and all updates on it"""
-    rollout_batch_size: int = 512
-    """prompts an iteration"""
-    n_samples_per_prompt: int = 1
-    """samples of each prompt"""
-    rollout_slots: int = 256
-    """rows sampled at once; the KV cache holds slots x (prompt + new tokens)"""
-    max_prompt_tokens: int | None = None
-    """longest prompt in tokens, a longer one is an error; default 16, with --model 512"""
-    max_new_tokens: int | None = None
-    """tokens after the prompt, text of the environment included; default 8, with --model 256"""
-    temperature: float = 1.0
-    """divides the logits, alike in sampling, old, new and reference log-probs and entropy"""
+    ppo_epochs: int = 2  # passes of the actor over one rollout
+    critic_epochs: int | None = None  # passes of the critic over one rollout; default ppo_epochs
+    train_batch_size: int = 128  # samples in a minibatch, that is in an optimizer step
+    micro_batch_tokens: int = 16384  # padded tokens in one forward and backward; memory and speed, never the gradient
+    actor_lr: float | None = None  # learning rate of the actor's AdamW; default 5e-4, with --model 1e-6
+    critic_lr: float | None = None  # learning rate of the critic's AdamW; default 5e-4, with --model 1e-5
+    lr_end: float = 0.05  # both fall linearly to this fraction of their start; 1: constant
+    critic_warmup_iterations: int = 0  # first iterations, for the critic alone: the actor and its schedule do not move
+    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm, actor's and critic's each on its own
 
-    sft_steps: int | None = None
-    """supervised steps on the environment's demonstrations before PPO; default 100, with --model 0"""
-    sft_batch_size: int = 256
-    """demonstrations in a supervised step"""
-    sft_lr: float | None = None
-    """learning rate of the supervised steps, linear to 0; default 1e-3, with --model 1e-5"""
+    gamma: float = 1.0  # discount per token
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    clip_low: float = 0.2  # the ratio is clipped below at 1 - clip_low
+    clip_high: float = 0.2  # the ratio is clipped above at 1 + clip_high
+    value_clip: float | None = 0.2  # values are clipped to old value +- this; None: not
+    dual_clip: float | None = None  # c > 1 bounds the loss of a negative advantage A at -A * c; None: not
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    target_kl: float | None = None  # nats a token; a minibatch's approx_kl above it ends the rollout's actor steps
+    recompute_old_logprobs: bool = True  # by the training forward: the first ratio is 1; else the sampler's
+    rollout_is_cap: float | None = None  # weight losses by min(pi_old / pi_sampler, cap), if the two differ; None: not
+    kl_coef: float | None = None  # weight of the KL to the reference; 0: no reference. Default 0, with --model 0.01
+    kl_in: Literal["reward", "loss"] = "reward"  # subtract the KL from each token's reward, or add it to the loss
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1 in the reward, k3 in the loss
+    kl_target: float | None = None  # adapt kl_coef towards this KL, in nats a sample; None: fixed
+    kl_horizon: int = 10_000  # samples over which kl_coef adapts
+    ref_sync_every: int = 0  # iterations between moves of the reference towards the actor; 0: never
+    ref_sync_alpha: float = 1.0  # such a move makes it alpha * actor + (1 - alpha) * reference
+    missing_eos_penalty: float = 0.0  # subtracted from the reward of a response that is cut by length
+    bootstrap_truncated: bool = False  # a truncated row ends with V(state after its last token), not with 0
 
-    ppo_epochs: int = 2
-    """passes of the actor over one rollout"""
-    critic_epochs: int | None = None
-    """passes of the critic over one rollout; default ppo_epochs"""
-    train_batch_size: int = 128
-    """samples in a minibatch, that is in an optimizer step"""
-    micro_batch_tokens: int = 16384
-    """padded tokens in one forward and backward; changes memory and speed, never the gradient"""
-    actor_lr: float | None = None
-    """learning rate of the actor's AdamW; default 5e-4, with --model 1e-6"""
-    critic_lr: float | None = None
-    """learning rate of the critic's AdamW; default 5e-4, with --model 1e-5"""
-    lr_end: float = 0.05
-    """both fall linearly to this fraction of their start; 1: constant"""
-    critic_warmup_iterations: int = 0
-    """first iterations that train the critic alone; the actor's weights and schedule do not move"""
-    max_grad_norm: float = 1.0
-    """larger gradients are scaled down to this norm, the actor's and the critic's each on its own"""
-
-    gamma: float = 1.0
-    """discount per token"""
-    gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation"""
-    clip_low: float = 0.2
-    """the ratio is clipped below at 1 - clip_low"""
-    clip_high: float = 0.2
-    """the ratio is clipped above at 1 + clip_high"""
-    value_clip: float | None = 0.2
-    """values are clipped to old value +- value_clip; None: not"""
-    dual_clip: float | None = None
-    """c > 1 bounds the loss of a negative advantage A at -A * c; None: not"""
-    entropy_coef: float = 0.0
-    """weight of the entropy bonus"""
-    target_kl: float | None = None
-    """approx_kl of a minibatch, in nats a token, above which this rollout's actor steps end; None: never"""
-    recompute_old_logprobs: bool = True
-    """take old log-probs from the training forward, once, before the first update (its ratio is then exactly 1); else
-    from the sampler"""
-    rollout_is_cap: float | None = None
-    """weight each token's loss by min(pi_old / pi_sampler, cap), for a sampler of other arithmetic; None: not"""
-
-    kl_coef: float | None = None
-    """weight of the KL to the reference; 0 allocates no reference. Default 0, with --model 0.01"""
-    kl_in: Literal["reward", "loss"] = "reward"
-    """subtract the KL from each token's reward, or add it to the actor's loss"""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """of http://joschu.net/blog/kl-approx.html; default k1 in the reward, k3 in the loss"""
-    kl_target: float | None = None
-    """adapt kl_coef towards this KL, in nats a sample; None: fixed"""
-    kl_horizon: int = 10_000
-    """samples over which kl_coef adapts"""
-    ref_sync_every: int = 0
-    """iterations between moves of the reference towards the actor; 0: never"""
-    ref_sync_alpha: float = 1.0
-    """such a move makes it alpha * actor + (1 - alpha) * reference"""
-    missing_eos_penalty: float = 0.0
-    """subtracted from the reward of a response that was cut by length"""
-    bootstrap_truncated: bool = False
-    """end a truncated row with V(state after its last token) instead of 0"""
-
-    max_skipped_steps: int = 20
-    """non-finite optimizer steps in a row after which the run stops"""
-    eval_every: int = 0
-    """iterations between evaluations; 0: only before and after"""
-    eval_episodes: int = 512
-    """episodes of an evaluation, each once sampled at temperature 1 and once greedy"""
-    eval_env_kwargs: str = "{}"
-    """JSON object merged over env_kwargs for evaluation; SortDigits adds its test split, GSM8K the order of the file"""
-    log_completions: int = 4
-    """samples an iteration that are written to completions.jsonl"""
+    max_skipped_steps: int = 20  # non-finite optimizer steps in a row after which the run stops
+    eval_every: int = 0  # iterations between evaluations; 0: only before and after
+    eval_episodes: int = 512  # episodes of an evaluation, once sampled at temperature 1 and once greedy
+    eval_env_kwargs: str = "{}"  # merged over env_kwargs; SortDigits adds its test split, GSM8K the order of the file
+    log_completions: int = 4  # samples an iteration in completions.jsonl
 
 
-def env_arguments(args: Args, evaluation: bool) -> dict:
-    defaults = {"SortDigits-v0": {"split": "test"}, "GSM8K-v0": {"shuffle": False}}.get(args.env_id, {})
-    return json.loads(args.env_kwargs) | (defaults | json.loads(args.eval_env_kwargs) if evaluation else {})
-
-
-Plan = collections.namedtuple(
-    "Plan",
-    "samples_per_iteration minibatches update_steps critic_update_steps actor_steps_total critic_steps_total episodes_total",
-)
+Plan = collections.namedtuple("Plan", "samples_per_iteration minibatches update_steps critic_update_steps "
+                                      "actor_steps_total critic_steps_total episodes_total")  # fmt: skip
 
 
 def plan_steps(args: Args, world_size: int = 1) -> Plan:
     """Samples and optimizer steps of a run, for the printed table, the progress bar and the learning-rate schedules.
 
-    update_steps = rollout_batch_size * n_samples_per_prompt * ppo_epochs / train_batch_size are the actor's per iteration.
+    update_steps = rollout_batch_size * n_samples_per_prompt * ppo_epochs / train_batch_size, the actor's an iteration.
     All sizes are global, whatever the world size. Raises UserError if they do not divide.
     """
     samples, batch = args.rollout_batch_size * args.n_samples_per_prompt, args.train_batch_size
     if samples % batch:
-        divisors = [d for d in range(1, samples + 1) if samples % d == 0]
-        nearest = sorted(sorted(divisors, key=lambda d: abs(d - batch))[:2])
-        raise UserError(
-            f"--train-batch-size {batch}: must divide the {samples} samples of an iteration (--rollout-batch-size "
-            f"{args.rollout_batch_size} x --n-samples-per-prompt {args.n_samples_per_prompt}); nearest: {nearest}"
-        )
+        divisors = sorted((d for d in range(1, samples + 1) if samples % d == 0), key=lambda d: abs(d - batch))
+        raise UserError(f"--train-batch-size {batch}: must divide the {samples} samples of an iteration (rollout batch "
+                        f"size x samples per prompt); nearest valid: {' or '.join(map(str, sorted(divisors[:2])))}")
     minibatches = samples // batch
     actor_steps = minibatches * args.ppo_epochs
-    critic_steps = minibatches * (args.ppo_epochs if args.critic_epochs is None else args.critic_epochs)
+    critic_steps = minibatches * (args.critic_epochs or args.ppo_epochs)
     actor_total = actor_steps * max(0, args.num_iterations - args.critic_warmup_iterations)
-    totals = (actor_total, critic_steps * args.num_iterations, samples * args.num_iterations)
+    totals = actor_total, critic_steps * args.num_iterations, samples * args.num_iterations
     return Plan(samples, minibatches, actor_steps, critic_steps, *totals)
 
 
+def is_json_object(text: str) -> bool:
+    with contextlib.suppress(json.JSONDecodeError):
+        return isinstance(json.loads(text), dict)
+    return False
+
+
 def validate(args: Args) -> Plan:
-    """Fill the defaults that depend on the job, check every flag. Raises UserError naming flag, value and what is valid."""
+    """Fill the defaults that depend on the job, check every flag. Raises UserError: flag, value and what is valid."""
+    kl_estimator = "k1" if args.kl_in == "reward" else "k3"
     for name, embedded, checkpoint in [
         ("max_prompt_tokens", 16, 512), ("max_new_tokens", 8, 256), ("sft_steps", 100, 0), ("sft_lr", 1e-3, 1e-5),
         ("actor_lr", 5e-4, 1e-6), ("critic_lr", 5e-4, 1e-5), ("kl_coef", 0.0, 0.01),
-        ("critic_epochs", args.ppo_epochs, args.ppo_epochs), ("kl_estimator", *["k1" if args.kl_in == "reward" else "k3"] * 2),
+        ("critic_epochs", args.ppo_epochs, args.ppo_epochs), ("kl_estimator", kl_estimator, kl_estimator),
     ]:
         if getattr(args, name) is None:
             setattr(args, name, checkpoint if args.model else embedded)
-    is_object = lambda text: isinstance(json.loads(text), dict)
     for names, valid, text in [
-        ("num_iterations rollout_batch_size n_samples_per_prompt rollout_slots max_prompt_tokens max_new_tokens sft_batch_size "
-         "ppo_epochs critic_epochs train_batch_size micro_batch_tokens kl_horizon max_skipped_steps eval_episodes",
-         lambda x: x >= 1, "must be at least 1"),
+        ("num_iterations rollout_batch_size n_samples_per_prompt rollout_slots max_prompt_tokens max_new_tokens "
+         "kl_horizon sft_batch_size ppo_epochs critic_epochs train_batch_size micro_batch_tokens eval_episodes "
+         "max_skipped_steps", lambda x: x >= 1, "must be at least 1"),
         ("seed sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations ref_sync_every "
-         "missing_eos_penalty eval_every log_completions", lambda x: x >= 0, "must be at least 0"),
+         "missing_eos_penalty eval_every log_completions", lambda x: 0 <= x < math.inf, "must be at least 0"),
         ("temperature clip_high value_clip target_kl rollout_is_cap kl_target max_grad_norm env_timeout",
-         lambda x: x > 0, "must be above 0"),
+         lambda x: 0 < x < math.inf, "must be above 0"),
         ("gamma gae_lambda lr_end ref_sync_alpha", lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
         ("clip_low", lambda x: 0 < x < 1, "must lie in (0, 1)"),
-        ("dual_clip", lambda x: x > 1, "must be above 1"),
+        ("dual_clip", lambda x: 1 < x < math.inf, "must be above 1"),
         ("kl_estimator", lambda x: x != "k1" or args.kl_in == "reward",
-         "has an expected gradient of zero in the loss; use k2 or k3 with --kl-in loss"),
-        ("rollout_is_cap", lambda x: args.recompute_old_logprobs, "needs --recompute-old-logprobs, else pi_old is pi_sampler"),
+         "has an expected gradient of zero in the loss; with --kl-in loss use k2 or k3"),
+        ("rollout_is_cap", lambda x: args.recompute_old_logprobs, "needs --recompute-old-logprobs"),
         ("kl_target", lambda x: args.kl_coef > 0, "needs a --kl-coef above 0 to start from"),
         ("ref_sync_every", lambda x: x == 0 or args.kl_coef > 0, "needs a reference, that is a --kl-coef above 0"),
         ("critic_warmup_iterations", lambda x: x <= args.num_iterations, "must be at most --num-iterations"),
         ("device", lambda x: x != "cuda" or torch.cuda.is_available(), "no CUDA device is available"),
-        ("env_kwargs eval_env_kwargs", is_object, "must be a JSON object such as '{\"path\": \"train.jsonl\"}'"),
+        ("env_kwargs eval_env_kwargs", is_json_object, "must be a JSON object such as '{\"path\": \"train.jsonl\"}'"),
     ]:
         for name in names.split():
-            value = getattr(args, name)
-            try:
-                fine = value is None or (value != math.inf and value == value and valid(value))
-            except json.JSONDecodeError:
-                fine = False
-            if not fine:
+            if (value := getattr(args, name)) is not None and not valid(value):
                 raise UserError(f"--{name.replace('_', '-')} {value}: {text}")
     return plan_steps(args)
 
@@ -276,14 +208,10 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read as UTF-8 text ({error})") from None
 
 
-def parse_json(path: Path, text: str) -> dict:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must hold a JSON object")
-    return value
+def parse_json(text: str, path: Path) -> dict:
+    if not is_json_object(text):
+        raise UserError(f"{path}: does not hold a JSON object")
+    return json.loads(text)
 
 
 class HFTokenizer:
@@ -292,92 +220,87 @@ class HFTokenizer:
     `files` {name: text} stands in for a folder that does not exist (the embedded model's).
     """
 
-    NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-             "generation_config.json", "config.json")
-
     def __init__(self, folder: str | Path, files: dict[str, str] | None = None):
-        self.folder = Path(folder)
-        if files is None:
-            paths = [self.folder / name for name in self.NAMES if (self.folder / name).is_file()]
-            files = {path.name: read_text(path) for path in paths}
-        self.files = files
-        if "tokenizer.json" not in files:
-            raise UserError(f"{folder}: has no tokenizer.json (transformers' save_pretrained writes it for fast tokenizers)")
+        folder = Path(folder)
+        names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+                 "generation_config.json", "config.json")
+        self.folder, self.files = folder, files or {n: read_text(folder / n) for n in names if (folder / n).is_file()}
+        if "tokenizer.json" not in self.files:
+            raise UserError(f"{folder}: has no tokenizer.json (save_pretrained of a fast tokenizer writes it)")
         try:
-            self.tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+            self.tokenizer = tokenizers.Tokenizer.from_str(self.files["tokenizer.json"])
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{self.folder / 'tokenizer.json'}: not a tokenizer ({error})") from None
+            raise UserError(f"{folder / 'tokenizer.json'}: not a tokenizer ({error})") from None
         self.tokenizer.no_padding()  # saved with the tokenizer, these two would change prompts silently
         self.tokenizer.no_truncation()
-        parse = lambda name: parse_json(self.folder / name, files.get(name, "{}"))
-        settings = parse("special_tokens_map.json") | parse("tokenizer_config.json")
-        text_of = lambda token: token.get("content") if isinstance(token, dict) else token
-        self.special_tokens = {k: text_of(v) for k, v in settings.items() if k.endswith("_token") and isinstance(v, str | dict)}
-        special_id = lambda name: self.tokenizer.token_to_id(self.special_tokens.get(name) or "")
-
-        stop_ids = {special_id("eos_token")}
-        for name in ("config.json", "generation_config.json"):
-            ids = parse(name).get("eos_token_id")
+        config, generation, special, settings = (
+            parse_json(self.files.get(f"{n}.json", "{}"), folder / f"{n}.json")
+            for n in ("config", "generation_config", "special_tokens_map", "tokenizer_config")
+        )
+        settings = special | settings
+        tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
+        self.special_tokens = {k: v for k, v in tokens.items() if isinstance(v, str)}
+        eos, pad = (self.tokenizer.token_to_id(self.special_tokens.get(k, "")) for k in ("eos_token", "pad_token"))
+        stop_ids = {eos}
+        for ids in (config.get("eos_token_id"), generation.get("eos_token_id")):
             stop_ids.update(ids if isinstance(ids, list) else [ids])
         self.stop_ids = sorted(stop_ids - {None})
         if not self.stop_ids:
             raise UserError(f"{folder}: no eos token in config.json, generation_config.json or tokenizer_config.json")
-        self.eos_id = self.stop_ids[0] if special_id("eos_token") is None else special_id("eos_token")  # ends demonstrations
-        self.pad_id = self.eos_id if special_id("pad_token") is None else special_id("pad_token")  # nothing is inferred from it
+        self.eos_id = self.stop_ids[0] if eos is None else eos  # ends demonstrations
+        self.pad_id = self.eos_id if pad is None else pad  # may be an eos: nothing is ever inferred from it
         self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
-        template = files.get("chat_template.jinja", settings.get("chat_template"))
+        template = self.files.get("chat_template.jinja", settings.get("chat_template"))
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        self.template = self._compile(template) if template else None
-
-    @classmethod
-    def from_texts(cls, texts: list[str]) -> HFTokenizer:
-        """A character tokenizer over what `texts` contain: a BPE without merges."""
-        special = ["<pad>", "<eos>", "<unk>"]
-        vocab = {token: i for i, token in enumerate([*special, *sorted(set("".join(texts)))])}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
-        tokenizer.decoder = tokenizers.decoders.Fuse()
-        tokenizer.add_special_tokens(special)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-        return cls("embedded", {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(config)})
-
-    def _compile(self, template: str) -> jinja2.Template:
-        def raise_exception(message):
-            raise jinja2.TemplateError(message)
-
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
         env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes HTML
-        env.globals.update(raise_exception=raise_exception, strftime_now=time.strftime)
+        env.globals.update(raise_exception=self._raise, strftime_now=time.strftime)
         try:
-            return env.from_string(template)
+            self.template = env.from_string(template) if template else None
         except jinja2.TemplateError as error:
-            raise UserError(f"{self.folder}: the chat template does not parse ({error})") from None
+            raise UserError(f"{folder}: the chat template does not parse ({error})") from None
+
+    @classmethod
+    def from_texts(cls, texts: list[str]) -> HFTokenizer:
+        """A character tokenizer over what `texts` contain: a BPE without merges."""
+        special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+        vocab = {token: i for i, token in enumerate([*special.values(), *sorted(set("".join(texts)))])}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
+        tokenizer.decoder = tokenizers.decoders.Fuse()
+        tokenizer.add_special_tokens(list(special.values()))
+        config = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special})
+        return cls("embedded", {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": config})
+
+    @staticmethod
+    def _raise(message: str):
+        raise jinja2.TemplateError(message)
 
     def _render(self, *turns: tuple[str, str]) -> str:
         messages = [{"role": role, "content": content} for role, content in turns]
         try:
             return self.template.render(messages=messages, add_generation_prompt=True, **self.special_tokens)
         except Exception as error:  # a template can raise anything
-            raise UserError(f"{self.folder}: the chat template does not render ({type(error).__name__}: {error})") from None
+            raise UserError(f"{self.folder}: the chat template does not render ({error!r})") from None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """A user turn in the chat template; without one the plain text, after BOS where the tokenizer adds it."""
-        return self.encode(self._render(("user", prompt))) if self.template else self.encode(prompt, add_special_tokens=True)
+        text = self._render(("user", prompt)) if self.template else prompt
+        return self.encode(text, add_special_tokens=not self.template)
 
     def encode_feedback(self, text: str) -> list[int]:
         """The environment's message after a sampled turn: what the template puts between two turns of the assistant."""
-        if self.template is None:
-            return self.encode(text)
-        marker = "<<assistant turn>>"
-        text = self._render(("user", "-"), ("assistant", marker), ("user", text)).split(marker, 1)[-1]
-        for stop_id in self.stop_ids:  # the actor has sampled the end of its turn itself
-            text = text.removeprefix(self.tokenizer.id_to_token(stop_id) or "")
+        if self.template is not None:
+            marker = "<<assistant turn>>"
+            text = self._render(("user", "-"), ("assistant", marker), ("user", text)).split(marker, 1)[-1]
+            for stop_id in self.stop_ids:  # the actor has sampled the end of its turn itself
+                text = text.removeprefix(self.tokenizer.id_to_token(stop_id) or "")
         return self.encode(text)
 
     def decode(self, ids: list[int]) -> str:
@@ -418,29 +341,28 @@ class ModelConfig:
         for key, value, supported in [
             ("model_type", kind, ("llama", "qwen2", "qwen3")), ("rope type", rope_type, ("default", "llama3")),
             ("hidden_act", raw.get("hidden_act", "silu"), ("silu",)),
-            ("use_sliding_window", raw.get("use_sliding_window", False), (False, None)),
+            ("use_sliding_window", raw.get("use_sliding_window"), (None, False)),
         ]:
             if value not in supported:
-                raise UserError(f"{path}: {key} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
+                raise UserError(f"{path}: {key} {value!r}: must be one of {', '.join(map(str, supported))}")
         required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         if missing := [key for key in required if not isinstance(raw.get(key), int)]:
             raise UserError(f"{path}: {missing[0]} is missing or not an integer")
         optional = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings")
-        bias = raw.get("attention_bias", False)
+        bias, heads = raw.get("attention_bias", False), raw["num_attention_heads"]
         return cls(
-            **{key: raw[key] for key in required},
-            num_key_value_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+            **{key: raw[key] for key in (*required, *optional) if key in raw}, raw=raw,
+            num_key_value_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
             rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
             rope_scaling=rope if rope_type == "llama3" else None,
             qkv_bias=kind == "qwen2" or bias, o_bias=kind != "qwen2" and bias,
-            mlp_bias=kind == "llama" and raw.get("mlp_bias", False), qk_norm=kind == "qwen3", raw=raw,
-            **{key: raw[key] for key in optional if key in raw},
+            mlp_bias=kind == "llama" and raw.get("mlp_bias", False), qk_norm=kind == "qwen3",
         )
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Rotary frequencies [D / 2] (https://arxiv.org/abs/2104.09864), low ones stretched where Llama 3.1's scaling asks."""
+    """Rotary frequencies [D / 2] (https://arxiv.org/abs/2104.09864), stretched where Llama 3.1's scaling asks."""
     exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
     frequencies, s = config.rope_theta**-exponents, config.rope_scaling
     if s is None:
@@ -459,30 +381,30 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.o_bias)
-        norm = functools.partial(nn.RMSNorm, self.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity
+        self.layer, self.D, hidden = layer, config.head_dim, config.hidden_size
+        self.H, self.Hkv = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(hidden, self.H * self.D, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(self.H * self.D, hidden, bias=config.o_bias)
+        norm = functools.partial(nn.RMSNorm, self.D, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(), norm()
 
     def forward(self, x, cos, sin, cache=None, positions=None, mask=None):
-        B, T, D = *x.shape[:2], self.head_dim
-        q = apply_rope(self.q_norm(self.q_proj(x).view(B, T, self.heads, D)), cos, sin)
-        k = apply_rope(self.k_norm(self.k_proj(x).view(B, T, self.kv_heads, D)), cos, sin)
-        v = self.v_proj(x).view(B, T, self.kv_heads, D)
+        B, T, _ = x.shape
+        q = apply_rope(self.q_norm(self.q_proj(x).view(B, T, self.H, self.D)), cos, sin)
+        k = apply_rope(self.k_norm(self.k_proj(x).view(B, T, self.Hkv, self.D)), cos, sin)
+        v = self.v_proj(x).view(B, T, self.Hkv, self.D)
         if cache is None:
             # Rows start at index 0, so causality alone hides the padding on the right: no mask, the fast kernel stays.
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or Hkv, T, D]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.H != self.Hkv)
             return self.o_proj(out.transpose(1, 2).flatten(2))
         # With a mask, `enable_gqa` takes the slow math kernel: the G query heads of a key head become queries of it.
         k, v = cache.update(self.layer, k, v, positions)  # [B, Hkv, S, D]
-        q = q.view(B, T, self.kv_heads, -1, D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
+        q = q.view(B, T, self.Hkv, -1, self.D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out = out.view(B, self.kv_heads, -1, T, D).permute(0, 3, 1, 2, 4)  # [B, T, Hkv, G, D]
+        out = out.view(B, self.Hkv, -1, T, self.D).permute(0, 3, 1, 2, 4)  # [B, T, Hkv, G, D]
         return self.o_proj(out.flatten(2))
 
 
@@ -504,13 +426,13 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, *rope_and_cache) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), *rope_and_cache)
+    def forward(self, x: Tensor, *context) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), *context)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Transformer(nn.Module):
-    """Actor and reference (head="lm"), critic and reward model (head="scalar"). Parameters have Hugging Face's names."""
+    """Actor and reference (head="lm"), critic and reward model (head="scalar"). Parameters are named as in HF."""
 
     def __init__(self, config: ModelConfig, head: Literal["lm", "scalar"] = "lm"):
         super().__init__()
@@ -531,16 +453,8 @@ class Transformer(nn.Module):
         if self.head == "lm" and self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def init_weights(self) -> Transformer:
-        """Random weights: normal of standard deviation 0.02, what ends a residual branch scaled by depth (GPT-2)."""
-        for name, p in self.named_parameters():
-            branch_end = name.endswith(("o_proj.weight", "down_proj.weight"))
-            if p.ndim == 2:
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.num_hidden_layers) if branch_end else 0.02)
-        return self
-
     def forward(self, tokens, positions=None, cache=None, select=None, targets=None, temperature=1.0):
-        """Logits [B, T, V] of `tokens` [B, T]; scalar head: [B, T]. The one entry point: FSDP's hooks hang on `forward`.
+        """Logits [B, T, V] of `tokens` [B, T]; scalar head: [B, T]. The one entry point, for FSDP's hooks.
 
         `select` [n], flat indices into B * T, limits the head to those positions: logits [n, V], scalars [n]. With
         `targets` [n] the result is (log-probs [n], entropy [n]) at `temperature`, and logits never exist as a whole.
@@ -548,11 +462,11 @@ class Transformer(nn.Module):
         """
         B, T = tokens.shape
         angles = torch.arange(T, device=tokens.device)[None] if positions is None else positions  # [B or 1, T]
-        angles = angles[..., None, None].float() * self.rope  # [B, T, 1, D / 2]
+        angles = angles[..., None, None].float() * self.rope  # [B or 1, T, 1, D / 2]
         context = (angles.cos(), angles.sin())
         if cache is not None:
-            groups = self.config.num_attention_heads // self.config.num_key_value_heads
-            context += (cache, positions, cache.mask(positions).repeat(1, groups, 1)[:, None])  # mask [B, 1, G * T, S]
+            G = self.config.num_attention_heads // self.config.num_key_value_heads
+            context += (cache, positions, cache.mask(positions).repeat(1, G, 1)[:, None])  # mask [B, 1, G * T, S]
         with torch.autocast(tokens.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
             x = self.model.embed_tokens(tokens)  # [B, T, hidden]
             for block in self.model.layers:
@@ -576,37 +490,37 @@ def find_checkpoint(flag: str, name: str) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except Exception as error:  # network, permission and name errors of several libraries
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--{flag} {name}: no such folder, and the hub did not provide it ({reason})") from None
+    except Exception as error:  # of network, permission or name, from several libraries
+        raise UserError(f"--{flag} {name}: no such folder, and the hub cannot be reached or lacks it "
+                        f"({' '.join(str(error).split()) or type(error).__name__:.200})") from None
 
 
 def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm") -> tuple[Transformer, ModelConfig]:
-    """Load config.json and the safetensors, single or sharded, of folder `path`. Raises UserError naming file or tensor.
+    """Load config.json and safetensors, single or sharded, of folder `path`. Raises UserError naming file or tensor.
 
     With head="scalar" an lm head in the files is passed over, and a missing score head starts from zeros.
     """
-    path = Path(path)
-    config = ModelConfig.from_hf(parse_json(path / "config.json", read_text(path / "config.json")), path / "config.json")
-    index = path / "model.safetensors.index.json"
-    files = sorted(set(parse_json(index, read_text(index)).get("weight_map", {}).values())) if index.is_file() else ["model.safetensors"]
+    path, json_path, index = Path(path), Path(path) / "config.json", Path(path) / "model.safetensors.index.json"
+    config, files = ModelConfig.from_hf(parse_json(read_text(json_path), json_path), json_path), ["model.safetensors"]
+    if index.is_file():
+        files = sorted(set(parse_json(read_text(index), index).get("weight_map", {}).values()))
     with torch.device("meta"):
         model = Transformer(config, head)
     shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    passed_over = {"score.weight" if head == "lm" else "lm_head.weight", "lm_head.weight" if config.tie_word_embeddings else ""}
+    passed_over = {"lm_head.weight"} if head == "scalar" or config.tie_word_embeddings else set()
     state = {}
     for file in files:
         try:
             with safetensors.safe_open(path / file, framework="pt", device=str(device)) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                for name in tensors.keys():  # (not a dict)
                     if name in passed_over or name.endswith("rotary_emb.inv_freq"):
                         continue
-                    shape = tuple(tensors.get_slice(name).get_shape())
-                    if shape != shapes.get(name):
-                        raise UserError(f"{path / file}: tensor {name} has shape {shape}, expected {shapes.get(name, 'no such tensor')}")
+                    shape, expected = tuple(tensors.get_slice(name).get_shape()), shapes.get(name, "no such tensor")
+                    if shape != expected:
+                        raise UserError(f"{path / file}: tensor {name} has shape {shape}, expected {expected}")
                     state[name] = tensors.get_tensor(name).to(dtype)
         except (OSError, safetensors.SafetensorError) as error:
-            raise UserError(f"{path / file}: missing or corrupt ({error}); weights are read from safetensors only") from None
+            raise UserError(f"{path / file}: missing or corrupt ({error}); only safetensors are read") from None
     if head == "scalar":
         state.setdefault("score.weight", torch.zeros(shapes["score.weight"], dtype=dtype, device=device))
     elif config.tie_word_embeddings and "model.embed_tokens.weight" in state:
@@ -628,7 +542,7 @@ def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTok
         state.pop("lm_head.weight", None)
     safetensors.torch.save_file(state, partial / "model.safetensors", metadata={"format": "pt"})
     dtype_key = "dtype" if "dtype" in config.raw else "torch_dtype"  # of transformers 5 and 4
-    raw = config.raw | {dtype_key: str(next(model.parameters()).dtype).removeprefix("torch.")}
+    raw = config.raw | {dtype_key: str(model.model.norm.weight.dtype).removeprefix("torch.")}
     for name, text in (tokenizer.files | {"config.json": json.dumps(raw, indent=2)}).items():
         (partial / name).write_text(text, encoding="utf-8")
     shutil.rmtree(path, ignore_errors=True)
@@ -639,12 +553,11 @@ def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTok
 
 
 class KVCache:
-    """Keys and values of `slots` rows, [L][2][slots, Hkv, size + 1, D]; padding is written to position `size` (scratch)."""
+    """Keys and values of `slots` rows, [L][2, slots, Hkv, size + 1, D]; padding is written to position `size`."""
 
     def __init__(self, config: ModelConfig, slots: int, size: int, dtype=torch.float32, device="cpu"):
-        make = functools.partial(torch.zeros, (slots, config.num_key_value_heads, size + 1, config.head_dim))
-        make = functools.partial(make, dtype=dtype, device=device)  # zeros, since masked garbage must be finite
-        self.layers = [(make(), make()) for _ in range(config.num_hidden_layers)]
+        shape = (2, slots, config.num_key_value_heads, size + 1, config.head_dim)
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
         self.size, self.all_rows = size, torch.arange(slots, device=device)
         self.look_at(size + 1)
 
@@ -656,21 +569,16 @@ class KVCache:
         """[B, T, live]: a query sees positions up to its own; what an earlier sample left behind lies beyond."""
         return torch.arange(self.live, device=positions.device) <= positions[..., None]
 
-    def update(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> list[Tensor]:
-        """Write k, v [B, T, Hkv, D] at `positions` [B, T]; returns all live keys and values [B, Hkv, live, D]."""
-        rows = self.all_rows if self.rows is None else self.rows
-        for buffer, new in zip(self.layers[layer], (k, v), strict=True):
-            buffer[rows[:, None], :, positions] = new
-        live = [buffer[:, :, : self.live] for buffer in self.layers[layer]]
-        return live if self.rows is None else [buffer[rows] for buffer in live]
-
-    def copy_rows(self, sources: list[int], targets: list[int], live: int) -> None:
-        for buffer in (buffer for layer in self.layers for buffer in layer):
-            buffer[targets, :, :live] = buffer[sources, :, :live]
+    def update(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        """Write k, v [B, T, Hkv, D] at `positions` [B, T]; returns all live keys and values [2, B, Hkv, live, D]."""
+        buffer, rows = self.layers[layer], self.all_rows if self.rows is None else self.rows
+        buffer[0, rows[:, None], :, positions], buffer[1, rows[:, None], :, positions] = k, v
+        live = buffer[:, :, :, : self.live]
+        return live if self.rows is None else live[:, rows]
 
 
 def hash32(x: Tensor) -> Tensor:
-    """Finalizer lowbias32 (https://github.com/skeeto/hash-prospector) on int32, whose `>>` is arithmetic: mask the sign."""
+    """Finalizer lowbias32 (https://github.com/skeeto/hash-prospector) on int32, whose `>>` keeps the sign: mask."""
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
     x = (x ^ (x >> 15 & 0x1FFFF)) * -0x7B935975  # 0x846CA68B as int32; products wrap
     return x ^ (x >> 16 & 0xFFFF)
@@ -712,36 +620,33 @@ class Rollout:
 
 
 class Engine:
-    """Samples episodes in B rows (slots) of fixed shape; a slot holds one sample at a time, `ids` is its text on the host.
+    """Samples episodes in B rows (slots) of fixed shape; a slot holds one sample at a time, and `ids` its text.
 
     Between two host reads K tokens are decoded. A row that ends earlier is dead for the rest of the block: it reads and
     writes the scratch position. A row's newest token is never in the cache: the next `decode_step` feeds it.
     """
 
-    @torch.no_grad()
     def __init__(self, actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy):
         self.actor, self.tokenizer, self.args, self.greedy = actor, tokenizer, args, greedy
         self.envs = [env if isinstance(env, EnvThread) else EnvThread(env, args.env_timeout) for env in envs]
-        self.seeds, N = list(seeds), len(seeds)
+        self.seeds, N, weight = list(seeds), len(seeds), actor.model.norm.weight
         self.slots = B = min(args.rollout_slots, len(envs), N)
-        dtype, device = actor.model.norm.weight.dtype, actor.model.norm.weight.device
-        self.K = 8 if device.type == "cuda" else 1  # on the CPU a host read costs nothing
-        S = args.max_prompt_tokens + args.max_new_tokens
-        self.cache = KVCache(actor.config, B, S, dtype, device)
-        # By sample; the last column is scratch.
-        self.tokens = torch.full((N, S + 1), tokenizer.pad_id, device=device)
-        self.mask = torch.zeros(N, S + 1, dtype=torch.bool, device=device)
-        self.logprobs, self.rewards = torch.zeros(N, S + 1, device=device), torch.zeros(N, S)
+        self.K = 8 if weight.is_cuda else 1  # on the CPU a host read costs nothing
+        self.S = S = args.max_prompt_tokens + args.max_new_tokens
+        self.cache = KVCache(actor.config, B, S, weight.dtype, weight.device)
+        zeros = functools.partial(torch.zeros, device=weight.device)
+        # By sample; column S is scratch.
+        self.tokens, self.mask = zeros(N, S + 1, dtype=torch.int64), zeros(N, S + 1, dtype=torch.bool)
+        self.logprobs = zeros(N, S + 1)
+        self.rewards, self.lengths, self.success = torch.zeros(N, S), [0] * N, [False] * N
         self.prompts, self.texts, self.stop = [""] * N, [""] * N, [""] * N
-        self.success, self.lengths = [False] * N, [0] * N
-        self.keys = sample_keys(args.seed, iteration, sample_ids, device)
-        # By slot, on the device.
-        self.stop_ids = torch.tensor(tokenizer.stop_ids, device=device)
-        self.sample, self.length, self.limit = torch.zeros(3, B, dtype=torch.int64, device=device)
-        self.alive = torch.zeros(B, dtype=torch.bool, device=device)
-        # By slot, on the host: sample, token ids, how many of them are cached, where the turn and the row's budget end.
+        self.keys = sample_keys(args.seed, iteration, sample_ids, weight.device)
+        # By slot, on the device: the sample it holds, the row's length and limit, whether the row decodes.
+        self.sample, self.length, self.limit = zeros(3, B, dtype=torch.int64)
+        self.alive, self.stop_ids = zeros(B, dtype=torch.bool), torch.tensor(tokenizer.stop_ids, device=weight.device)
+        # By slot, on the host: sample, token ids, how many are cached, where the turn begins, where the row must end.
         self.holds, self.ids, self.cached, self.turn_start, self.bound = ([0] * B for _ in range(5))
-        self.waiting, self.decoding, self.pending = [], [], {}  # slots to prefill; to decode; {slot: step() under way}
+        self.waiting, self.decoding, self.pending = [], [], {}  # slots to prefill, slots to decode, {slot: step()}
         self.counts = collections.Counter()
 
     def admit(self, samples: dict[int, int]) -> None:
@@ -760,37 +665,37 @@ class Engine:
         slots, self.waiting = sorted(self.waiting), []
         self.decoding += slots
         tensor = functools.partial(torch.tensor, device=self.tokens.device)
-        news = [self.ids[slot][self.cached[slot] :] for slot in slots]
-        width, live = max(map(len, news)), max(len(self.ids[slot]) for slot in slots)
-        tokens = tensor([new + [self.tokenizer.pad_id] * (width - len(new)) for new in news])  # [B, T]
+        new = [self.ids[slot][self.cached[slot] :] for slot in slots]
+        width, live = max(map(len, new)), max(len(self.ids[slot]) for slot in slots)
+        tokens, rows = tensor([ids + [0] * (width - len(ids)) for ids in new]), tensor(slots)  # [B, T], [B]
+        positions = tensor([[self.cached[slot]] for slot in slots]) + torch.arange(width, device=rows.device)  # [B, T]
         registers = tensor([[self.holds[slot], len(self.ids[slot]), self.bound[slot]] for slot in slots])
-        rows, positions = tensor(slots), tensor([[self.cached[slot]] for slot in slots]) + torch.arange(width, device=tokens.device)
         self.sample[rows], self.length[rows], self.limit[rows] = registers.unbind(1)
         self.alive[rows] = True
-        real = positions < registers[:, 1:2]  # the rest is padding and goes to scratch, as do keys of the newest token
-        self.tokens[registers[:, :1], torch.where(real, positions, self.cache.size)] = tokens
-        positions = torch.where(positions < registers[:, 1:2] - 1, positions, self.cache.size)
-        leaders = {}  # samples of one prompt share a prefill: the first runs, the others copy its row
-        for i, slot in enumerate(slots):
-            leaders.setdefault(slot if self.cached[slot] else tuple(news[i]), []).append(i)
-        first = [same[0] for same in leaders.values()]
-        for part in tensor(first).split(max(1, self.args.micro_batch_tokens // width)) if width > 1 else ():
+        sample, length = registers[:, :1], registers[:, 1:2]
+        self.tokens[sample, torch.where(positions < length, positions, self.S)] = tokens
+        positions = torch.where(positions < length - 1, positions, self.S)
+        first = {}  # samples of one prompt share a prefill: the first of them runs, the others copy its row
+        keys = [slot if self.cached[slot] else tuple(self.ids[slot]) for slot in slots]
+        leader = [first.setdefault(key, i) for i, key in enumerate(keys)]
+        for part in tensor([*first.values()]).split(max(1, self.args.micro_batch_tokens // width)):
             self.cache.look_at(live, rows[part])
             self.actor(tokens[part, :-1], positions[part, :-1], self.cache, select=rows[:0])
-        if copies := [(slots[same[0]], slots[i]) for same in leaders.values() for i in same[1:]]:
-            self.cache.copy_rows(*map(list, zip(*copies, strict=True)), live)
-        self.counts["prefill_tokens"] += sum(len(news[i]) - 1 for i in first)
+        if len(first) < len(slots):
+            for buffer in self.cache.layers:
+                buffer[:, rows, :, :live] = buffer[:, rows[leader], :, :live]
+        self.counts["prefill_tokens"] += sum(len(new[i]) - 1 for i in first.values())
 
     def decode_step(self) -> Tensor:
         """Sample one token in every row that is alive; returns them [B]. Fixed shapes, no host read."""
-        position = torch.where(self.alive, self.length - 1, self.cache.size)
+        position = torch.where(self.alive, self.length - 1, self.S)
         newest = self.tokens[self.sample, position]
         logits = self.actor(newest[:, None], position[:, None], self.cache, select=self.cache.all_rows)  # [B, V]
         logprobs = scores = F.log_softmax(logits.float() / self.args.temperature, dim=-1)
-        if not self.greedy:  # argmax of p / exponential noise draws from p without the sync of torch.multinomial
+        if not self.greedy:  # argmax of p / exponential noise draws from p, without the sync of torch.multinomial
             scores = logprobs.exp() / exponential_noise(self.keys[self.sample], self.length, logits.shape[1])
         token = scores.argmax(dim=-1)
-        position = torch.where(self.alive, self.length, self.cache.size)
+        position = torch.where(self.alive, self.length, self.S)
         self.tokens[self.sample, position], self.mask[self.sample, position] = token, True
         self.logprobs[self.sample, position] = logprobs.gather(1, token[:, None])[:, 0]
         self.length += self.alive
@@ -803,28 +708,29 @@ class Engine:
         live = max(len(self.ids[slot]) for slot in self.decoding) + self.K
         self.cache.look_at(-(-live // 16) * 16)
         block = torch.stack([self.decode_step() for _ in range(self.K)], dim=1).tolist()  # [B, K]
-        ended, useful = set(), 0
+        ended, self.counts["row_steps"] = [], self.counts["row_steps"] + self.K * self.slots
         for slot in self.decoding:
             for token in block[slot]:
                 self.ids[slot].append(token)
-                useful += 1
+                self.counts["useful_row_steps"] += 1
                 if token in self.tokenizer.stop_ids or len(self.ids[slot]) == self.bound[slot]:
-                    ended.add(slot)
+                    ended.append(slot)
                     break
-        self.decoding = [slot for slot in self.decoding if slot not in ended]
-        self.counts.update(decode_steps=self.K, row_steps=self.K * self.slots, useful_row_steps=useful)
-        return sorted(ended)
+        self.decoding = sorted(set(self.decoding) - set(ended))
+        self.counts["decode_steps"] += self.K
+        return ended
 
     def submit_turn(self, slot: int) -> None:
         """Hand a finished turn to its environment, which works beside the decoding of other rows."""
-        self.pending[slot] = self.envs[slot].submit("step", self.tokenizer.decode(self.ids[slot][self.turn_start[slot] :]))
+        text = self.tokenizer.decode(self.ids[slot][self.turn_start[slot] :])
+        self.pending[slot] = self.envs[slot].submit("step", text)
 
     def finish_turn(self, slot: int) -> None:
         """Book a turn's reward; then queue the environment's text for the next turn, or end the sample."""
         sample, ids, n, feedback = self.holds[slot], self.ids[slot], len(self.ids[slot]), []
         where = f"sample {sample} with seed {self.seeds[sample]}, prompt {self.prompts[sample]!r:.80}"
         text, reward, terminated, truncated, info = self.envs[slot].result(self.pending.pop(slot), where)
-        self.rewards[sample, n - 1] = reward
+        self.rewards[sample, n - 1] = float(reward)
         if ids[-1] not in self.tokenizer.stop_ids:
             stop = "length"
         elif terminated or truncated:
@@ -841,13 +747,12 @@ class Engine:
         self.success[sample] = bool(info.get("success", float(self.rewards[sample].sum()) > 0))
 
     def result(self) -> Rollout:
-        lengths, device = torch.tensor(self.lengths), self.tokens.device
-        T = int(lengths.max())
-        mask = self.mask[:, :T]
-        stats = {f"rollout/{name}": self.counts[name] for name in ("decode_steps", "prefill_tokens")}
-        stats["rollout/slot_occupancy"] = self.counts["useful_row_steps"] / self.counts["row_steps"]
-        return Rollout(self.tokens[:, :T], mask, self.logprobs[:, :T] * mask, self.rewards[:, :T].to(device), lengths,
-                       self.stop, self.texts, stats, self.prompts, self.success)
+        T, counts = max(self.lengths), self.counts
+        stats = {f"rollout/{name}": counts[name] for name in ("decode_steps", "prefill_tokens")}
+        stats["rollout/slot_occupancy"] = counts["useful_row_steps"] / counts["row_steps"]
+        return Rollout(self.tokens[:, :T], self.mask[:, :T], self.logprobs[:, :T] * self.mask[:, :T],
+                       self.rewards[:, :T].to(self.mask.device), torch.tensor(self.lengths), self.stop, self.texts,
+                       stats, self.prompts, self.success)
 
 
 def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
@@ -870,29 +775,26 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
 
 # === 5. Text environments ===
 # gymnasium.Env with text as observation and action: reset(seed=...) -> (prompt, info), step(response) -> (text, reward,
-# terminated, truncated, info). A seed always gives the same prompt. info["demonstration"] of reset, a good response, feeds
-# the warm start; info["success"] of the last step counts for accuracy.
+# terminated, truncated, info). A seed always gives the same prompt. info["demonstration"] of reset, a good response,
+# feeds the warm start; info["success"] of the last step counts for accuracy.
 # NOTE for forks: write yours like these two and pass --env-id my_module:MyEnv-v0; nothing else has to change.
 
 
 class SortDigits(gym.Env):
-    """Prompt "52814=", right answer "12458". A tenth of the strings, chosen by their CRC, is the held-out test split."""
+    """Prompt "52814=", right answer "12458". A tenth of the strings, by their CRC, is the held-out test split."""
 
-    def __init__(self, split: str = "train", digits: int = 5):
-        if split not in ("train", "test") or digits < 1:
-            raise ValueError(f"split {split!r}, digits {digits}: split must be train or test, digits at least 1")
-        self.split, self.digits = split, digits
+    def __init__(self, split: Literal["train", "test"] = "train", digits: int = 5):
+        self.test, self.digits = {"train": False, "test": True}[split], digits
 
     def reset(self, *, seed=None, options=None):
         rng, text = random.Random(seed), ""
-        while not text or (zlib.crc32(text.encode()) % 10 == 0) != (self.split == "test"):
+        while not text or (zlib.crc32(text.encode()) % 10 == 0) != self.test:
             text = "".join(rng.choices("0123456789", k=self.digits))
         self.answer = "".join(sorted(text))
         return f"{text}=", {"demonstration": self.answer}
 
     def step(self, response):
-        success = response == self.answer
-        return "", float(success), True, False, {"success": success}
+        return "", float(response == self.answer), True, False, {"success": response == self.answer}
 
 
 def parse_number(text: str) -> float | None:
@@ -906,13 +808,11 @@ def load_gsm8k(path: str) -> list[tuple[str, str, float]]:
     """(question, answer, number) of each line of GSM8K's JSONL (https://github.com/openai/grade-school-math)."""
     rows = []
     for i, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
         try:
             row = json.loads(line.decode("utf-8"))
             rows.append((row["question"], row["answer"], parse_number(row["answer"])))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {i}: not a JSON object in UTF-8 with question and answer ({error!r})") from None
+            raise ValueError(f"{path}, line {i}: not a JSON object with question and answer ({error!r})") from None
         if rows[-1][2] is None:
             raise ValueError(f"{path}, line {i}: the answer does not end in '#### number'")
     if not rows:
@@ -943,7 +843,7 @@ gym.register("GSM8K-v0", entry_point=GSM8K)
 
 
 class EnvThread:
-    """An environment on a daemon thread of its own: its calls run beside decoding, and a hung one cannot keep us alive."""
+    """An environment on a daemon thread of its own: calls run beside decoding, and a hung one cannot keep us alive."""
 
     def __init__(self, env: gym.Env, timeout: float):
         self.env, self.timeout, self.jobs = env, timeout, queue.SimpleQueue()
@@ -969,7 +869,7 @@ class EnvThread:
         return future
 
     def result(self, future: Future, where: str) -> tuple:
-        """Wait for the call and check what it returned. Raises UserError that names environment, call and `where`."""
+        """Wait for a call and check what it returned. Raises UserError that names environment, call and `where`."""
         at = f"environment {self.name}, {where}: {future.method}()"
         try:
             value = future.result(timeout=max(0.0, future.started + self.timeout - time.monotonic()))
@@ -977,23 +877,31 @@ class EnvThread:
             if not future.done():
                 raise UserError(f"{at} gave no answer within --env-timeout {self.timeout:g} s") from None
             raise UserError(f"{at} raised {type(error).__name__}: {error}") from error
-        form = "(prompt, info)" if future.method == "reset" else "(text, reward, terminated, truncated, info)"
-        count = len(value) if isinstance(value, tuple) else type(value).__name__
-        if count != len(form.split()):
-            raise UserError(f"{at} returned {count} values, expected {form}")
-        if not isinstance(value[0], str) or not isinstance(value[-1], dict):
-            raise UserError(f"{at} returned {type(value[0]).__name__} and {type(value[-1]).__name__} as text and info of {form}")
-        if future.method == "reset":
-            return value
-        reward = value[1].item() if getattr(value[1], "ndim", None) == 0 else value[1]  # scalars of numpy and torch
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise UserError(f"{at} returned the reward {value[1]!r}, expected a finite number")
-        return value[0], float(reward), bool(value[2]), bool(value[3]), value[4]
+        form = "(prompt: str, info: dict)"
+        if future.method == "step":
+            form = "(text: str, reward: finite number, terminated, truncated, info: dict)"
+        fine = isinstance(value, tuple) and len(value) == len(form.split(",")) and isinstance(value[-1], dict)
+        fine = fine and isinstance(value[0], str) and (future.method == "reset" or is_finite_number(value[1]))
+        if not fine:
+            raise UserError(f"{at} returned {value!r:.200}, expected {form}")
+        return value
+
+    def reset(self, seed: int) -> tuple[str, dict]:
+        return self.result(self.submit("reset", seed=seed), f"seed {seed}")
+
+
+def is_finite_number(x) -> bool:
+    with contextlib.suppress(TypeError, ValueError):
+        return not isinstance(x, str) and math.isfinite(x)
+    return False
 
 
 def make_envs(args: Args, count: int, evaluation: bool = False) -> list[EnvThread]:
-    """`count` environments, the first one tried. Raises UserError for an unknown id, wrong arguments or a wrong signature."""
-    kwargs = env_arguments(args, evaluation)
+    """`count` environments, the first one tried. Raises UserError for an unknown id, wrong arguments or signature."""
+    kwargs = json.loads(args.env_kwargs)
+    if evaluation:
+        kwargs |= {"SortDigits-v0": {"split": "test"}, "GSM8K-v0": {"shuffle": False}}.get(args.env_id, {})
+        kwargs |= json.loads(args.eval_env_kwargs)
     try:
         envs = [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
         inspect.signature(envs[0].unwrapped.reset).bind(seed=0)
@@ -1001,7 +909,7 @@ def make_envs(args: Args, count: int, evaluation: bool = False) -> list[EnvThrea
     except Exception as error:  # an environment's constructor can raise anything
         raise UserError(f"--env-id {args.env_id} with {json.dumps(kwargs)}: {type(error).__name__}: {error}") from error
     threads = [EnvThread(env, args.env_timeout) for env in envs]
-    threads[0].result(threads[0].submit("reset", seed=0), "seed 0")
+    threads[0].reset(0)
     return threads
 
 
@@ -1009,7 +917,7 @@ def prompt_ids(tokenizer: HFTokenizer, prompt: str, args: Args) -> list[int]:
     """Ids of a prompt. Raises UserError if it has none, or more than max_prompt_tokens."""
     ids = tokenizer.encode_prompt(prompt)
     if not 1 <= len(ids) <= args.max_prompt_tokens:
-        raise UserError(f"--max-prompt-tokens {args.max_prompt_tokens}: the prompt {prompt!r:.80} has {len(ids)} tokens")
+        raise UserError(f"--max-prompt-tokens {args.max_prompt_tokens}: prompt {prompt!r:.80} has {len(ids)} tokens")
     return ids
 
 
@@ -1028,18 +936,18 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Per-token estimates of KL(pi || pi_ref) from tokens of pi: k1, k2, k3 of http://joschu.net/blog/kl-approx.html."""
+    """Per-token estimates k1, k2, k3 of KL(pi || pi_ref) from tokens of pi (http://joschu.net/blog/kl-approx.html)."""
     logratio = logprobs - ref_logprobs
-    if kind not in ("k1", "k2", "k3"):
-        raise ValueError(f"KL estimator {kind!r}: must be k1, k2 or k3")
-    return {"k1": lambda: logratio, "k2": lambda: logratio.square() / 2, "k3": lambda: torch.exp(-logratio) - 1 + logratio}[kind]()
+    if kind == "k1":
+        return logratio
+    return logratio.square() / 2 if kind == "k2" else torch.exp(-logratio) - 1 + logratio
 
 
 def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16) over each row's mask=1 tokens.
 
-    They form one chain that skips the environment's text. rewards, values, mask [B, T]; bootstrap [B] = V(state after the
-    last token), default 0. Returns (advantages, returns) [B, T], not whitened, 0 outside the mask.
+    They form one chain that skips the environment's text. rewards, values, mask [B, T]; bootstrap [B] = V(state after
+    the last token), default 0. Returns (advantages, returns) [B, T], not whitened, 0 outside the mask.
     """
     mask = mask.bool()
     rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
@@ -1057,8 +965,8 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tup
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip=None, denom=None):
     """Clipped surrogate (https://arxiv.org/abs/1707.06347, eq. 7), dual clip (https://arxiv.org/abs/1912.09729, eq. 5).
 
-    All [B, T]. Returns (loss, stats): sums over mask / denom (default mask.sum()), so that with the global token count as
-    denom they add up over microbatches and ranks; ratio_max and ratio_min are reduced by max and min.
+    All [B, T]. Returns (loss, stats): sums over mask / denom (default mask.sum()), so that with the global token count
+    as denom they add up over microbatches and ranks; ratio_max and ratio_min reduce by max and min.
     """
     mask = mask.bool()
     denom = mask.sum().clamp(min=1) if denom is None else denom
@@ -1075,15 +983,13 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, d
             "clipfrac": total((clipped > unclipped).float()),
             "out_of_clip": total(((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).float()),
             "approx_kl": total(ratio - 1 - logratio),  # k3 of KL(old || new)
-            "ratio_mean": total(ratio),
-            "ratio_max": torch.where(mask, ratio, 1.0).max(),
-            "ratio_min": torch.where(mask, ratio, 1.0).min(),
+            "ratio_mean": total(ratio), "ratio_max": ratio.max(), "ratio_min": ratio.min(),  # 1 outside the mask
         }
     return total(losses), stats
 
 
 def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tensor:
-    """Half the squared error, the larger of unclipped and clipped to old_values +- clip; sum over mask / denom. All [B, T]."""
+    """Half the squared error, the larger of unclipped and clipped to old_values +- clip; sum over mask / denom."""
     mask = mask.bool()
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     losses = (values - returns).square()
@@ -1093,11 +999,12 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Log-probs and entropy in chunks of positions, whose logits are computed again in backward: [n, V] never exists."""
+    """Log-probs and entropy in chunks of positions, whose logits backward computes again: [n, V] never exists."""
 
     @staticmethod
     def chunks(hidden, weight, targets, temperature):
-        for part in torch.arange(len(hidden), device=hidden.device).split(max(1, 2**23 // len(weight))):  # 32 MB of logits
+        rows = max(1, 2**23 // len(weight))  # 32 MB of fp32 logits
+        for part in torch.arange(len(hidden), device=hidden.device).split(rows):
             logprobs = F.log_softmax((hidden[part] @ weight.T).float() / temperature, dim=-1)  # [rows, V]
             yield part, logprobs, logprobs.exp(), targets[part, None]
 
@@ -1127,12 +1034,12 @@ class TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None
 
 
-def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at `targets`, and its entropy: [n, d], [V, d], [n] -> [n], [n] in fp32."""
+def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature) at `targets`, and its entropy: [n, d], [V, d], [n] -> [n], [n]."""
     return TokenLogprobs.apply(hidden, weight, targets, temperature)
 
 
-def at_sampled(model: Transformer, tokens: Tensor, mask: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor | None]:
+def at_sampled(model: Transformer, tokens, mask, temperature=1.0) -> tuple[Tensor, Tensor | None]:
     """What `model` says of the tokens under `mask`: (log-probs, entropy) or (values, None), [B, T], 0 elsewhere.
 
     The output at t - 1 predicts token t, and values the state before it. Nothing else in this file shifts by one.
@@ -1174,36 +1081,35 @@ Diagnosis = collections.namedtuple("Diagnosis", "cause evidence advice")
 def diagnose_ratio(signals: dict) -> Diagnosis:
     """Why is the importance ratio stuck at 1, or clipping saturated? `cause` is None for a healthy iteration.
 
-    `signals` of one iteration: phase ("train", "critic_warmup"); first_dev, last_dev, post_dev: max |ratio - 1| on the first
-    and last minibatch and of the updated actor; out_of_clip: share of tokens; steps, planned, skipped, early_stop; tokens;
-    adv_raw_std, reward_std; grad_norm, lr; changed_frac, update_norm, param_norm, param_dtype of the actor's weights;
+    `signals` of one iteration: phase ("train", "critic_warmup"); first_dev, last_dev, post_dev: max |ratio - 1| on the
+    first, last minibatch and of the updated actor; out_of_clip: share on the last; steps, planned, skipped, early_stop;
+    tokens; adv_raw_std, reward_std; grad_norm, lr; changed_frac, update_norm, param_norm, param_dtype of its weights;
     signed_t: t value of sign(advantage) * (post - old log-prob); sampler_diff: mean |sampler's - trainer's log-prob|.
     """
     s = collections.namedtuple("Signals", signals)(**signals)
-    noise = 2 * max(s.first_dev, 1e-6)
-    half = "bfloat16" in f"{s.param_dtype} {getattr(s, 'compute_dtype', '')}"  # there, |ratio - 1| is rounding noise
-    moved = s.post_dev > 5 * noise or half and s.signed_t > 3
-    relative_update = s.update_norm / max(s.param_norm, 1e-30)
-    devs = f"max|ratio-1| {s.first_dev:.1e} on the first, {s.last_dev:.1e} on the last minibatch, {s.post_dev:.1e} afterwards"
+    noise, relative_update = 2 * max(s.first_dev, 1e-6), s.update_norm / max(s.param_norm, 1e-30)
+    half = "bfloat16" in f"{s.param_dtype} {signals.get('compute_dtype')}"  # there, |ratio - 1| is rounding noise
+    moved = s.signed_t > 3 if half else s.post_dev > 5 * noise
+    devs = f"max|ratio-1| {s.first_dev:.1e} on the first, {s.last_dev:.1e} on the last minibatch, then {s.post_dev:.1e}"
     if half and s.signed_t <= 3:
         devs += f" (undecided: bfloat16 noise, drift t = {s.signed_t:.1f})"
-    constant = s.reward_std < 1e-6
-    causes = [  # (cause, whether it holds, evidence, advice); the first that holds is it
-        ("critic_warmup", s.phase == "critic_warmup", "no actor steps", "expected until --critic-warmup-iterations are over"),
+    why_zero = ("the reward is constant: look at the environment and at how hard the task is" if s.reward_std < 1e-6
+                else "the critic fits perfectly, or rewards land outside the mask")
+    stuck = [  # (cause, whether it holds, evidence, advice); the first that holds is it
+        ("critic_warmup", s.phase == "critic_warmup", "no actor steps", "ends with --critic-warmup-iterations"),
         ("kl_early_stop", s.early_stop and s.steps < s.planned, f"{s.steps} of {s.planned} steps made",
          "raise --target-kl or lower --actor-lr"),
         ("one_update_by_design", s.planned == 1 and s.steps == 1 and moved, devs,
-         "correct: the one update of a rollout has ratio 1; more --ppo-epochs or smaller minibatches make clipping active"),
-        ("steps_skipped", s.tokens > 0 and (s.skipped > 0 or s.steps == 0), f"{s.skipped} of {s.planned} steps skipped",
-         "a gradient is not finite: look at the tensor named in this line's run, the rewards, --actor-lr"),
-        ("empty_mask", s.tokens == 0, "0 trained tokens", "all is truncated or filtered: --max-new-tokens, stop ids, mask"),
-        ("advantage_zero", s.adv_raw_std < 1e-6, f"std of advantages {s.adv_raw_std:.1e}, of rewards {s.reward_std:.1e}",
-         "the reward is constant: look at the environment and at how hard the task is" if constant else
-         "the critic fits perfectly, or rewards land outside the mask"),
+         "correct: a rollout's one update has ratio 1; more --ppo-epochs or smaller minibatches make clipping active"),
+        ("steps_skipped", s.tokens > 0 and (s.skipped > 0 or s.steps == 0),
+         f"{s.skipped} of {s.planned} steps skipped, gradients not finite, the last in {signals.get('bad_tensor')}",
+         "look at rewards and log-probs, lower --actor-lr"),
+        ("empty_mask", s.tokens == 0, "0 trained tokens", "all truncated or filtered: --max-new-tokens, eos, mask"),
+        ("advantage_zero", s.adv_raw_std < 1e-6,
+         f"std of advantages {s.adv_raw_std:.1e}, of rewards {s.reward_std:.1e}", why_zero),
         ("no_grad_to_actor", s.grad_norm == 0, "gradient norm 0", "log-probs are detached or parameters frozen"),
         ("lr_zero", s.lr == 0, "learning rate 0", "--actor-lr, or a schedule that starts or ends at 0"),
-        ("optimizer_noop", s.changed_frac == 0 and s.lr > 1e-10,
-         f"learning rate {s.lr:.1e}, gradient norm {s.grad_norm:.1e}, no parameter changed",
+        ("optimizer_noop", s.changed_frac == 0 and s.lr > 1e-10, f"lr {s.lr:.1e}, no weight changed",
          "the optimizer holds other parameters than the model: it was built before a copy, cast or wrap"),
         ("old_logprob_recomputed", s.steps > 1 and moved, devs,
          "the loss takes the current policy for the old one: record old_logprobs once, before the first update"),
@@ -1211,25 +1117,29 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
          "updates are rounded away: keep float32 master weights"),
         ("lr_or_clip_too_small", relative_update < 1e-6, f"relative update {relative_update:.1e}",
          "raise --actor-lr (with an optimizer like SGD also --max-grad-norm)"),
-        ("forward_ignores_update", s.changed_frac > 0 and s.post_dev <= noise, devs, "a stale compiled or gathered copy runs"),
+        ("forward_ignores_update", s.changed_frac > 0 and s.post_dev <= (2e-6 if half else noise), devs,
+         "a stale copy of the weights runs"),
     ]
-    pinned = s.last_dev <= noise and not (half and moved and s.steps > 1)
-    causes = causes * pinned + [
+    always = [
         ("forward_mismatch", s.first_dev > 1e-4 and not half, devs,
-         "the first ratio must be 1: dropout, positions, shift of the mask, temperature, or the sampler's own log-probs"),
-        ("sampler_mismatch", s.sampler_diff > (0.05 if half else 1e-3), f"mean |log-prob difference| {s.sampler_diff:.1e}",
+         "the first ratio must be 1: look for dropout, shifted mask or positions, temperature, sampler log-probs"),
+        ("sampler_mismatch", s.sampler_diff > (0.05 if half else 1e-3), f"mean log-prob gap {s.sampler_diff:.1e}",
          "sampler and trainer disagree: stale rollout weights, or other arithmetic (then see --rollout-is-cap)"),
         ("too_tight_clip", s.out_of_clip > 0.9, f"{s.out_of_clip:.0%} of tokens are outside the clip",
          "raise --clip-low and --clip-high or lower --actor-lr"),
     ]
-    return next((Diagnosis(cause, evidence, advice) for cause, holds, evidence, advice in causes if holds), Diagnosis(None, "", ""))
+    pinned = s.last_dev <= 2e-6 or (s.signed_t <= 3 or s.steps <= 1 if half else s.last_dev <= noise)
+    for cause, holds, evidence, advice in (stuck if pinned else []) + always:
+        if holds:
+            return Diagnosis(cause, evidence, advice)
+    return Diagnosis(None, devs, "")
 
 
 # === 8. Parallelism ===
 
 
 def rollout_model(actor: Transformer) -> Transformer:
-    """The model that samples: the actor itself in float32, else a copy in the compute dtype, see `sync_rollout_model`."""
+    """The model that samples: the actor itself in float32, else a copy in the compute dtype (`sync_rollout_model`)."""
     if actor.compute_dtype == torch.float32:
         return actor
     sampler = copy.deepcopy(actor).requires_grad_(False)
@@ -1250,14 +1160,14 @@ def sync_rollout_model(sampler: Transformer, actor: Transformer) -> None:
 
 
 class RunFolder:
-    """<log_dir>/<run_name>/ with TensorBoard events, *.jsonl, config.json, summary.json, this script, and model/ (export)."""
+    """<log_dir>/<run_name>/: TensorBoard events, *.jsonl, config.json, summary.json, this script, model/ (export)."""
 
     def __init__(self, args: Args):
         name = f"{args.env_id.split(':')[-1]}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         self.path, self.started = Path(args.log_dir) / (args.run_name or name), time.monotonic()
         self.summary = {"status": "failed", "iterations": 0, "update_steps": 0}
-        versions = {module.__name__: module.__version__ for module in (torch, gym, tokenizers)}
-        config = {"args": dataclasses.asdict(args), "argv": sys.argv, "python": sys.version, "versions": versions}
+        versions = {"python": sys.version} | {m.__name__: m.__version__ for m in (torch, gym, tokenizers)}
+        config = {"args": dataclasses.asdict(args), "argv": sys.argv, "versions": versions}
         try:
             self.path.mkdir(parents=True)
             shutil.copy(__file__, self.path)
@@ -1267,20 +1177,7 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"--log-dir {args.log_dir}: cannot write {self.path} ({error.strerror})") from None
         self.writer = SummaryWriter(self.path)
-        self.files = {name: open(self.path / f"{name}.jsonl", "w", encoding="utf-8") for name in ("metrics", "completions")}
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def log(self, row: dict) -> None:
-        """Write an iteration's metrics; TensorBoard gets numbers by iteration, and ratio/steps by optimizer step."""
-        self.write("metrics", row)
-        for name, value in row.items():
-            if isinstance(value, int | float) and name != "iteration":
-                self.writer.add_scalar(name, value, row["iteration"])
-        for i, step in enumerate(row["ratio/steps"]):
-            for name in ("dev", "mean", "clipfrac", "approx_kl"):
-                self.writer.add_scalar(f"ratio/{name}", step[name], row["charts/actor_steps"] - len(row["ratio/steps"]) + i)
+        self.files = {n: open(self.path / f"{n}.jsonl", "w", encoding="utf-8") for n in ("metrics", "completions")}
 
     def write(self, name: str, row: dict) -> None:
         """Append a line to <name>.jsonl. What is not finite is left out: NaN and Infinity are not JSON."""
@@ -1288,9 +1185,21 @@ class RunFolder:
         self.files[name].write(json.dumps(row, ensure_ascii=False) + "\n")
         self.files[name].flush()
 
+    def log(self, row: dict) -> None:
+        """Log an iteration; TensorBoard gets its numbers by iteration, and those in ratio/steps by actor step."""
+        self.write("metrics", row)
+        for name, value in row.items():
+            if isinstance(value, int | float) and name != "iteration":
+                self.writer.add_scalar(name, value, row["iteration"])
+        for step in row["ratio/steps"]:
+            for name in ("dev", "ratio_mean", "clipfrac", "out_of_clip", "approx_kl"):
+                self.writer.add_scalar(f"ratio/{name}", step[name], step["step"])
+
+    def __enter__(self) -> RunFolder:
+        return self
+
     def __exit__(self, kind, error, traceback) -> None:
-        if kind is None or kind is KeyboardInterrupt:
-            self.summary["status"] = "completed" if kind is None else "interrupted"
+        self.summary["status"] = {None: "completed", KeyboardInterrupt: "interrupted"}.get(kind, "failed")
         self.summary |= {"seconds": time.monotonic() - self.started, "peak_memory_bytes": peak_memory()}
         (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2), encoding="utf-8")
         for file in (self.writer, *self.files.values()):
@@ -1307,17 +1216,20 @@ def peak_memory() -> int:
 
 
 def embedded_model(args: Args, env: EnvThread) -> tuple[HFTokenizer, Transformer, ModelConfig]:
-    """The default actor: a small Llama over the characters of the environment's first prompts and demonstrations."""
-    resets = [env.result(env.submit("reset", seed=seed), f"seed {seed}") for seed in range(256)]
+    """The default actor: a small random Llama over the characters of the environment's prompts and demonstrations."""
+    resets = map(env.reset, range(256))
     tokenizer = HFTokenizer.from_texts([prompt + info.get("demonstration", "") for prompt, info in resets])
     config = ModelConfig.from_hf({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": tokenizer.vocab_size, "hidden_size": 64,
-        "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
-        "max_position_embeddings": args.max_prompt_tokens + args.max_new_tokens, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "tie_word_embeddings": False, "torch_dtype": "float32", "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": tokenizer.vocab_size,
+        "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": args.max_prompt_tokens + args.max_new_tokens,
+        "bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id,
     })
-    return tokenizer, Transformer(config).init_weights(), config
+    actor = Transformer(config)
+    for name, p in actor.named_parameters():  # as GPT-2: std 0.02, what ends a residual branch scaled by depth
+        if p.ndim == 2:
+            nn.init.normal_(p, std=0.01 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
+    return tokenizer, actor, config
 
 
 def critic_from(actor: Transformer) -> Transformer:
@@ -1341,7 +1253,8 @@ def optimizer_step(optimizer, model: Transformer, lr: float, max_grad_norm: floa
     if math.isfinite(norm):
         optimizer.step()
     else:
-        bad = next((name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()), "a sum")
+        gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        bad = next((name for name, grad in gradients if not grad.isfinite().all()), "their norm")
     optimizer.zero_grad()
     return norm, bad
 
@@ -1354,54 +1267,51 @@ def shuffled_minibatches(args: Args, samples: int, iteration: int, epoch: int) -
 
 def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: EnvThread, args: Args) -> None:
     """Supervised steps on the environment's demonstrations, with an optimizer of their own that is then discarded."""
-    demonstration = lambda seed: env.result(env.submit("reset", seed=seed), f"seed {seed}")
-    if args.sft_steps == 0 or "demonstration" not in demonstration(0)[1]:
-        print("warm start: none (--sft-steps 0)" if args.sft_steps == 0 else f"warm start: none, {env.name} has no demonstrations")
+    if args.sft_steps == 0 or "demonstration" not in env.reset(0)[1]:
+        print("warm start: none,", f"{env.name} has no info['demonstration']" if args.sft_steps else "--sft-steps 0")
         return
     optimizer, device = make_optimizer(actor, args.sft_lr), actor.rope.device
     for step in tqdm(range(args.sft_steps), desc="warm start", leave=False):
-        rows, starts = [], []
+        rows, starts, loss_sum = [], [], 0.0
         for seed in range(step * args.sft_batch_size, (step + 1) * args.sft_batch_size):
-            prompt, info = demonstration(seed)
-            ids, answer = prompt_ids(tokenizer, prompt, args), tokenizer.encode(info["demonstration"])[: args.max_new_tokens - 1]
-            rows.append(torch.tensor([*ids, *answer, tokenizer.eos_id]))
+            prompt, info = env.reset(seed)
+            ids, answer = prompt_ids(tokenizer, prompt, args), tokenizer.encode(info["demonstration"])
+            rows.append(torch.tensor([*ids, *answer[: args.max_new_tokens - 1], tokenizer.eos_id], device=device))
             starts.append(len(ids))
-        lengths, tokens = torch.tensor([len(row) for row in rows]), nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+        lengths, tokens = torch.tensor([len(row) for row in rows]), nn.utils.rnn.pad_sequence(rows, batch_first=True)
         columns = torch.arange(tokens.shape[1])
         mask = ((columns >= torch.tensor(starts)[:, None]) & (columns < lengths[:, None])).to(device)  # [B, T]
-        loss_sum, tokens_sum = 0.0, mask.sum()
         for part in microbatches(torch.arange(len(rows)), lengths, args.micro_batch_tokens):
-            width = int(lengths[part].max())
-            loss = -at_sampled(actor, tokens[part, :width], mask[part, :width])[0].sum() / tokens_sum
+            loss = -at_sampled(actor, tokens[part], mask[part])[0].sum() / mask.sum()
             loss.backward()
             loss_sum += float(loss.detach())
         optimizer_step(optimizer, actor, args.sft_lr * (1 - step / args.sft_steps), args.max_grad_norm)
-    print(f"warm start: {args.sft_steps} steps of {args.sft_batch_size} demonstrations, last loss {loss_sum:.3f} nats a token")
+    print(f"warm start: {args.sft_steps} steps of {args.sft_batch_size} demonstrations, loss {loss_sum:.3f} a token")
 
 
 def evaluate(actor: Transformer, tokenizer: HFTokenizer, envs: list, args: Args, iteration: int) -> dict[str, float]:
-    """Means over the evaluation episodes, sampled at temperature 1 (the policy that PPO trains); and greedy accuracy."""
+    """Means over the evaluation episodes, sampled at temperature 1 (the policy PPO trains), and greedy accuracy."""
     args, episodes = dataclasses.replace(args, temperature=1.0), range(args.eval_episodes)
     sampled = rollout(actor, tokenizer, envs, episodes, episodes, args, -1 - iteration)  # negative: noise of its own
     greedy = rollout(actor, tokenizer, envs, episodes, episodes, args, -1 - iteration, greedy=True)
-    means = {"accuracy": sum(sampled.success), "greedy_accuracy": sum(greedy.success),
-             "reward": float(sampled.rewards.sum()), "response_tokens": float(sampled.mask.sum())}
-    return {name: value / len(episodes) for name, value in means.items()}
+    sums = {"accuracy": sum(sampled.success), "greedy_accuracy": sum(greedy.success),
+            "reward": float(sampled.rewards.sum()), "response_tokens": float(sampled.mask.sum())}
+    return {name: value / len(episodes) for name, value in sums.items()}
 
 
 def step_table(args: Args, plan: Plan) -> str:
-    """What an iteration and the run consist of."""
+    """What an iteration and the run consist of, and the defaults that depend on the job."""
     batches = f"{plan.minibatches} minibatches of {args.train_batch_size} samples"
-    job = ("actor_lr", "critic_lr", "kl_coef", "sft_steps", "sft_lr", "max_prompt_tokens", "max_new_tokens")
-    return "\n".join(f"  {name:<10} {text}" for name, text in [
-        ("rollout", f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} = {plan.samples_per_iteration} samples, by the current actor"),
-        ("critic", f"first: {args.critic_epochs} epochs x {batches} = {plan.critic_update_steps} optimizer steps"),
-        ("actor", f"then: {args.ppo_epochs} epochs x {batches} = {plan.update_steps} optimizer steps"),
-        ("reference", f"KL x {args.kl_coef:g} in the {args.kl_in}, {args.kl_estimator}" if args.kl_coef else "none (--kl-coef 0)"),
-        ("run", f"{args.num_iterations} iterations, the first {args.critic_warmup_iterations} for the critic alone: {plan.episodes_total:,} "
-         f"episodes, {plan.actor_steps_total:,} actor steps, {plan.critic_steps_total:,} critic steps"),
-        ("defaults", ", ".join(f"{name} {getattr(args, name):g}" for name in job)),
-    ])
+    kl = f"KL x {args.kl_coef:g} in the {args.kl_in}, {args.kl_estimator}" if args.kl_coef else "none (--kl-coef 0)"
+    defaults = ("actor_lr", "critic_lr", "kl_coef", "sft_steps", "sft_lr", "max_prompt_tokens", "max_new_tokens")
+    return f"""\
+  rollout    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} = {plan.samples_per_iteration} samples
+  critic     then {args.critic_epochs} epochs x {batches} = {plan.critic_update_steps} optimizer steps
+  actor      then {args.ppo_epochs} epochs x {batches} = {plan.update_steps} optimizer steps
+  reference  {kl}
+  run        {args.num_iterations} iterations, the first {args.critic_warmup_iterations} for the critic alone: \
+{plan.episodes_total:,} episodes, {plan.actor_steps_total:,} actor and {plan.critic_steps_total:,} critic steps
+  defaults   {", ".join(f"{name} {getattr(args, name):g}" for name in defaults)}"""
 
 
 def train(args: Args) -> dict:
@@ -1412,9 +1322,9 @@ def train(args: Args) -> dict:
 
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     plan = validate(args)
-    use_cuda = args.device == "cuda" or args.device == "auto" and torch.cuda.is_available()
+    use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device, samples = torch.device("cuda" if use_cuda else "cpu"), plan.samples_per_iteration
-    dtype = torch.bfloat16 if args.dtype == "bfloat16" or args.dtype == "auto" and use_cuda else torch.float32
+    dtype = torch.bfloat16 if args.dtype == "bfloat16" or (args.dtype == "auto" and use_cuda) else torch.float32
     torch.manual_seed(args.seed)
 
     # --- Load and try all that can be wrong, before anything is written
@@ -1427,25 +1337,27 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         tokenizer, actor, config = embedded_model(args, envs[0])
     models = {"model": actor.to(device)}
     for flag, name in (("critic-model", args.critic_model), ("reward-model", args.reward_model)):
-        models[flag] = load_hf_checkpoint(find_checkpoint(flag, name), device=device, head="scalar")[0] if name else None
-    for flag, model in ((flag, model) for flag, model in models.items() if model):
+        if name:
+            models[flag] = load_hf_checkpoint(find_checkpoint(flag, name), device=device, head="scalar")[0]
+    for flag, model in models.items():
         model.compute_dtype = dtype
         if tokenizer.vocab_size > model.config.vocab_size:
-            raise UserError(f"--{flag}: its vocabulary of {model.config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}")
+            sizes = f"{model.config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+            raise UserError(f"--{flag}: the model's vocabulary of {sizes}")
         if args.max_prompt_tokens + args.max_new_tokens > (context := model.config.max_position_embeddings):
             sizes = f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens {args.max_new_tokens}"
-            raise UserError(f"{sizes}: must be at most the context of --{flag}, {context} tokens")
-    critic, scorer = models["critic-model"], models["reward-model"]
+            raise UserError(f"{sizes}: must be at most {context}, the context of --{flag}")
+    critic, scorer = models.get("critic-model"), models.get("reward-model")
     if scorer and not scorer.score.weight.any():
-        raise UserError(f"--reward-model {args.reward_model}: has no score.weight, is no *ForSequenceClassification checkpoint")
+        raise UserError(f"--reward-model {args.reward_model}: has no score.weight, is no sequence classifier")
     for env in (envs[0], eval_envs[0]):
-        prompt_ids(tokenizer, env.result(env.submit("reset", seed=0), "seed 0")[0], args)
+        prompt_ids(tokenizer, env.reset(0)[0], args)
     tokenizer.encode_feedback("-")
     run = stack.enter_context(RunFolder(args))
-    save_hf_checkpoint(actor, config, tokenizer, run.path / "model")  # an export that fails must fail now, not at the end
-    print(f"{run.path}: {sum(p.numel() for p in actor.parameters()):,} parameters, {device}, {str(dtype).removeprefix('torch.')}")
+    save_hf_checkpoint(actor, config, tokenizer, run.path / "model")  # if this fails, then now and not at the end
+    print(f"{run.path}: {sum(p.numel() for p in actor.parameters()):,} parameters on {device}, {dtype}")
     print(step_table(args, plan))
-    if args.model and not tokenizer.template:
+    if not tokenizer.template:
         print("no chat template: prompts are encoded as plain text")
 
     # --- Warm start, then critic and reference from the actor as it is now
@@ -1457,7 +1369,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     lr_at = lambda lr, step, total: lr * (1 - (1 - args.lr_end) * step / max(1, total))
     kl_coef, actor_step, critic_step, streak, last_cause = args.kl_coef, 0, 0, {}, None
     run.summary["eval_before"] = before = evaluate(sampler, tokenizer, eval_envs, args, 0)
-    print(f"before PPO: held-out accuracy {before['accuracy']:.1%} sampled at temperature 1, {before['greedy_accuracy']:.1%} greedy")
+    print(f"before PPO: accuracy {before['accuracy']:.1%} sampled at temperature 1, greedy "
+          f"{before['greedy_accuracy']:.1%}")
     bar = stack.enter_context(tqdm(total=args.num_iterations, desc="PPO", unit="it", dynamic_ncols=True))
 
     for iteration in range(args.num_iterations):
@@ -1466,11 +1379,15 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         seeds = [iteration * args.rollout_batch_size + i // args.n_samples_per_prompt for i in range(samples)]
         batch = rollout(sampler, tokenizer, envs, seeds, range(samples), args, iteration)
         tokens, mask, lengths = batch.tokens, batch.mask, batch.lengths  # [N, T], [N, T], [N]
+        is_stop = lambda *kinds: torch.tensor([stop in kinds for stop in batch.stop], device=device)  # [N]
         trained_tokens = int(mask.sum())
         clock.append(time.monotonic())
 
         # --- Old policy, reference and values, recorded once, before the first update
-        old_logprobs = over_rollout(actor, tokens, mask, lengths, args) if args.recompute_old_logprobs else batch.logprobs
+        old_logprobs = batch.logprobs
+        if args.recompute_old_logprobs:
+            old_logprobs = over_rollout(actor, tokens, mask, lengths, args)
+        ref_logprobs = over_rollout(reference, tokens, mask, lengths, args) if reference else old_logprobs
         weights = torch.ones_like(old_logprobs)  # truncated importance weights: the sampler is not quite the old policy
         if args.rollout_is_cap:
             weights = (old_logprobs - batch.logprobs).exp().clamp(max=args.rollout_is_cap)
@@ -1478,22 +1395,18 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         beyond = torch.arange(mask.shape[1] + 1, device=device) == lengths.to(device)[:, None]  # [N, T + 1]
         longer, longer_mask = F.pad(tokens, (0, 1)), F.pad(mask, (0, 1)) | beyond
         values = over_rollout(critic, longer, longer_mask, lengths + 1, args)
-        truncated = torch.tensor([stop != "eos" for stop in batch.stop], device=device)  # [N]
-        bootstrap = values[beyond] * truncated if args.bootstrap_truncated else None
+        bootstrap = values[beyond] * is_stop("length", "env") if args.bootstrap_truncated else None
         values = values[:, :-1] * mask
 
         # --- Rewards: environment, missing-EOS penalty and reward model on the last token, KL on every token
         # NOTE for forks: shape rewards here.
         rewards, last = batch.rewards.clone(), (torch.arange(samples, device=device), lengths.to(device) - 1)
-        rewards[last] -= args.missing_eos_penalty * torch.tensor([stop == "length" for stop in batch.stop], device=device)
+        rewards[last] -= args.missing_eos_penalty * is_stop("length")
         if scorer:
             rewards[last] += over_rollout(scorer, longer, beyond, lengths + 1, args)[beyond]
-        scores, sample_kl = rewards.sum(1), torch.zeros(samples, device=device)  # [N]
-        if reference:
-            ref_logprobs = over_rollout(reference, tokens, mask, lengths, args)
-            sample_kl = (old_logprobs - ref_logprobs).sum(1)  # both are 0 outside the mask
-            if args.kl_in == "reward":
-                rewards -= kl_coef * kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
+        scores, kl = rewards.sum(1), (old_logprobs - ref_logprobs).sum(1)  # [N]; log-probs are 0 outside the mask
+        if args.kl_in == "reward":
+            rewards -= kl_coef * kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
 
         # --- Advantages. Returns come from the raw ones; whitening is over the whole rollout
         advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
@@ -1502,8 +1415,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         explained = 1 - float((returns - values)[mask].var() / returns[mask].var()) if trained_tokens > 1 else math.nan
         clock.append(time.monotonic())
 
-        # --- Critic epochs first. With frozen old values and log-probs the order of critic and actor cannot change results
-        sums, skipped = collections.Counter(), collections.Counter()  # sums: metric x tokens, over all minibatches
+        # --- Critic epochs first. Old values and log-probs are frozen: the order of critic and actor changes nothing
+        sums, skipped, bad = collections.Counter(), collections.Counter(), {}  # sums: metric x tokens, all minibatches
         for epoch in range(args.critic_epochs):
             for minibatch in shuffled_minibatches(args, samples, iteration, epoch):
                 denom = max(1, int(mask[minibatch].sum()))
@@ -1514,102 +1427,109 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                     loss.backward()
                     sums["losses/value_loss"] += float(loss.detach()) * denom
                 critic_lr = lr_at(args.critic_lr, critic_step, plan.critic_steps_total)
-                norm, bad = optimizer_step(critic_optimizer, critic, critic_lr, args.max_grad_norm)
-                critic_step, streak["critic"] = critic_step + 1, streak["critic"] + 1 if bad else 0
-                skipped["critic"] += bool(bad)
+                norm, bad["critic"] = optimizer_step(critic_optimizer, critic, critic_lr, args.max_grad_norm)
+                critic_step, streak["critic"] = critic_step + 1, streak.get("critic", 0) + 1 if bad["critic"] else 0
+                skipped["critic"] += bool(bad["critic"])
                 sums.update({"grad/critic_norm": norm * denom, "critic tokens": denom})
         clock.append(time.monotonic())
 
         # --- Actor epochs; none during critic warm-up
         warmup, early_stop, steps = iteration < args.critic_warmup_iterations, False, []
         probes = [p.detach().flatten()[:: max(1, p.numel() // 4096)] for p in actor.parameters()]  # views
-        before_update, actor_lr = [p.clone() for p in probes], lr_at(args.actor_lr, actor_step, plan.actor_steps_total)
-        for epoch in range(0 if warmup or early_stop else args.ppo_epochs):
-            for i, minibatch in enumerate(() if early_stop else shuffled_minibatches(args, samples, iteration, epoch)):
-                denom, ratio_range, stats = max(1, int(mask[minibatch].sum())), [1.0, 1.0], collections.Counter()
+        old_probes, actor_lr = [p.clone() for p in probes], lr_at(args.actor_lr, actor_step, plan.actor_steps_total)
+        for epoch in range(0 if warmup else args.ppo_epochs):
+            for i, minibatch in enumerate(shuffled_minibatches(args, samples, iteration, epoch)):
+                denom, ratios, stats = max(1, int(mask[minibatch].sum())), [1.0], collections.Counter()
                 for rows in microbatches(minibatch, lengths, args.micro_batch_tokens):
                     crop = lambda x: x[rows, : int(lengths[rows].max())]  # [b, t]
                     logprobs, entropy = at_sampled(actor, crop(tokens), crop(mask), args.temperature)
                     # NOTE for forks: another policy objective goes here.
                     loss, part = policy_loss(logprobs, crop(old_logprobs), crop(advantages * weights), crop(mask),
                                              args.clip_low, args.clip_high, args.dual_clip, denom)
-                    ratio_range = [min(ratio_range[0], float(part.pop("ratio_min"))), max(ratio_range[1], float(part.pop("ratio_max")))]
-                    part |= {"policy_loss": loss.detach(), "entropy": entropy.detach().sum() / denom}
+                    ratios += [float(part.pop("ratio_min")), float(part.pop("ratio_max"))]
+                    part |= {"policy_loss": loss, "entropy": entropy.sum() / denom}
                     if args.entropy_coef:
-                        loss = loss - args.entropy_coef * entropy.sum() / denom
-                    if reference and args.kl_in == "loss":
+                        loss = loss - args.entropy_coef * part["entropy"]
+                    if args.kl_in == "loss" and reference:
                         part["kl_loss"] = kl_estimate(logprobs, crop(ref_logprobs), args.kl_estimator).sum() / denom
                         loss = loss + kl_coef * part["kl_loss"]
                     if loss.requires_grad:  # detached log-probs are diagnosed below, they need not crash here
                         loss.backward()
                     stats.update({name: float(value.detach()) for name, value in part.items()})
-                if early_stop := bool(args.target_kl and stats["approx_kl"] > args.target_kl):
+                early_stop = bool(args.target_kl and stats["approx_kl"] > args.target_kl)
+                if early_stop:
                     actor_optimizer.zero_grad()
                     break
                 actor_lr = lr_at(args.actor_lr, actor_step, plan.actor_steps_total)
-                norm, bad = optimizer_step(actor_optimizer, actor, actor_lr, args.max_grad_norm)
-                actor_step, streak["actor"] = actor_step + 1, streak["actor"] + 1 if bad else 0
-                skipped["actor"] += bool(bad)
-                steps.append({"epoch": epoch, "minibatch": i, "dev": max(1 - ratio_range[0], ratio_range[1] - 1),
-                              "mean": stats["ratio_mean"], "clipfrac": stats["clipfrac"], "approx_kl": stats["approx_kl"]})
+                norm, bad["actor"] = optimizer_step(actor_optimizer, actor, actor_lr, args.max_grad_norm)
+                steps.append({"step": actor_step, "epoch": epoch, "minibatch": i,
+                              "dev": max(abs(ratio - 1) for ratio in ratios),
+                              **{name: stats[name] for name in ("ratio_mean", "clipfrac", "out_of_clip", "approx_kl")}})
+                actor_step, streak["actor"] = actor_step + 1, streak.get("actor", 0) + 1 if bad["actor"] else 0
+                skipped["actor"] += bool(bad["actor"])
                 sums.update({f"losses/{name}": value * denom for name, value in stats.items()})
                 sums.update({"grad/actor_norm": norm * denom, "actor tokens": denom})
+            if early_stop:
+                break
         sync_rollout_model(sampler, actor)
         clock.append(time.monotonic())
 
-        # --- What the updates did: a look at a part of every weight, and one forward of the updated actor
-        means = {name: value / max(1, sums["critic tokens" if name in ("losses/value_loss", "grad/critic_norm") else "actor tokens"])
-                 for name, value in sums.items() if "/" in name}
+        # --- What the updates did: one forward of the updated actor, and a look at a part of every weight
         rows = shuffled_minibatches(args, samples, iteration, 0)[0]
-        drift = (over_rollout(actor, tokens[rows], mask[rows], lengths[rows], args) - old_logprobs[rows])[mask[rows]]  # [n]
-        signed = drift * advantages[rows][mask[rows]].sign()
-        change = torch.cat([(new - old).float() for new, old in zip(probes, before_update, strict=True)])
+        drift = over_rollout(actor, tokens[rows], mask[rows], lengths[rows], args) - old_logprobs[rows]
+        drift, signed = drift[mask[rows]], (drift * advantages[rows].sign())[mask[rows]]  # [n]
+        change = torch.cat([(new - old).float() for new, old in zip(probes, old_probes, strict=True)])
+        of_critic = {"losses/value_loss": sums["critic tokens"], "grad/critic_norm": sums["critic tokens"]}
+        means = {n: value / max(1, of_critic.get(n, sums["actor tokens"])) for n, value in sums.items() if "/" in n}
         signals = dict(
-            phase="critic_warmup" if warmup else "train", first_dev=steps[0]["dev"] if steps else 0.0,
-            last_dev=steps[-1]["dev"] if steps else 0.0, post_dev=float(drift.expm1().abs().max()) if len(drift) else 0.0,
-            out_of_clip=means.get("losses/out_of_clip", 0.0), steps=len(steps) - skipped["actor"], planned=plan.update_steps,
-            skipped=skipped["actor"], early_stop=early_stop, tokens=trained_tokens, adv_raw_std=adv_raw_std,
-            reward_std=float(scores.std()) if samples > 1 else 0.0, grad_norm=means.get("grad/actor_norm", 0.0), lr=actor_lr,
-            changed_frac=float((change != 0).float().mean()), update_norm=float(change.norm()),
-            param_norm=float(torch.cat(probes).float().norm()), param_dtype=str(probes[0].dtype), compute_dtype=str(dtype),
-            signed_t=float(signed.mean() / (signed.std() + 1e-12)) * math.sqrt(len(signed)) if len(signed) > 1 else 0.0,
+            phase="critic_warmup" if warmup else "train", steps=len(steps) - skipped["actor"], skipped=skipped["actor"],
+            planned=plan.update_steps, bad_tensor=bad.get("actor"), early_stop=early_stop, tokens=trained_tokens,
+            first_dev=steps[0]["dev"] if steps else 0.0, last_dev=steps[-1]["dev"] if steps else 0.0, lr=actor_lr,
+            post_dev=float(drift.expm1().abs().max()) if len(drift) else 0.0, adv_raw_std=adv_raw_std,
+            reward_std=float(scores.std()) if samples > 1 else 0.0, grad_norm=means.get("grad/actor_norm", 0.0),
+            out_of_clip=steps[-1]["out_of_clip"] if steps else 0.0, changed_frac=float((change != 0).float().mean()),
+            update_norm=float(change.norm()), param_norm=float(torch.cat(probes).float().norm()),
+            param_dtype=str(probes[0].dtype), compute_dtype=str(dtype),
+            signed_t=float(signed.mean() / (signed.std() + 1e-12)) * len(signed) ** 0.5 if len(signed) > 1 else 0.0,
             sampler_diff=float(masked_mean((batch.logprobs - old_logprobs).abs(), mask)),
         )
         diagnosis = diagnose_ratio(signals)
         if diagnosis.cause not in (None, last_cause):
             tqdm.write(f"iteration {iteration + 1}: ratio: {diagnosis.cause}: {diagnosis.evidence}; {diagnosis.advice}")
         last_cause = diagnosis.cause
-        if dtype == torch.float32 and steps and actor_step == len(steps) and signals["first_dev"] > 1e-2:
-            raise UserError(f"the first update's ratio is off by {signals['first_dev']:.1e}: {diagnosis.advice}")
-        if max(streak.values(), default=0) >= args.max_skipped_steps:
-            raise UserError(f"--max-skipped-steps {args.max_skipped_steps}: so many optimizer steps in a row had a gradient that is "
+        if diagnosis.cause == "forward_mismatch" and actor_step == len(steps) and signals["first_dev"] > 1e-2:
+            raise UserError(f"the ratio of the first update is off by {signals['first_dev']:.1e}: {diagnosis.advice}")
+        if max(streak.values()) >= args.max_skipped_steps:
+            raise UserError(f"--max-skipped-steps {args.max_skipped_steps}: as many gradients in a row were "
                             f"not finite, the last in {bad}")
 
         # --- Adaptive KL (https://arxiv.org/abs/1909.08593, section 2.2) and reference
-        kl, kl_coef_used = float(sample_kl.mean()), kl_coef
+        mean_kl, kl_coef_used = float(kl.mean()), kl_coef
         if args.kl_target:
-            kl_coef *= 1 + max(-0.2, min(0.2, kl / args.kl_target - 1)) * samples / args.kl_horizon
+            kl_coef *= 1 + max(-0.2, min(0.2, mean_kl / args.kl_target - 1)) * samples / args.kl_horizon
         if args.ref_sync_every and (iteration + 1) % args.ref_sync_every == 0:
             with torch.no_grad():
                 torch._foreach_lerp_(list(reference.parameters()), list(actor.parameters()), args.ref_sync_alpha)
 
         # --- Log. Every mean is weighted by tokens over all minibatches
         clock.append(time.monotonic())
-        seconds = clock[-1] - clock[0]
+        seconds, phases = clock[-1] - clock[0], ("rollout", "score", "critic", "actor", "diagnose")
         row = {
             "iteration": iteration, "charts/episodes": (iteration + 1) * samples, "charts/SPS": samples / seconds,
             "charts/actor_steps": actor_step, "charts/actor_lr": actor_lr, "charts/critic_lr": critic_lr,
             "objective/reward": float(scores.mean()), "objective/accuracy": sum(batch.success) / samples,
-            "objective/kl": kl, "objective/kl_coef": kl_coef_used, "objective/entropy": -float(masked_mean(old_logprobs, mask)),
-            "objective/response_tokens": trained_tokens / samples, "objective/truncated": float(truncated.float().mean()),
-            "objective/advantage_std": adv_raw_std, "losses/explained_variance": explained, **means,
+            "objective/kl": mean_kl, "objective/kl_coef": kl_coef_used, "objective/advantage_std": adv_raw_std,
+            "objective/entropy": -float(masked_mean(old_logprobs, mask)),
+            "objective/response_tokens": trained_tokens / samples,
+            "objective/truncated": 1 - batch.stop.count("eos") / samples,
+            "losses/explained_variance": explained, **means,
             "grad/skipped_actor": skipped["actor"], "grad/skipped_critic": skipped["critic"],
-            "ratio/first_dev": signals["first_dev"], "ratio/last_dev": signals["last_dev"], "ratio/post_dev": signals["post_dev"],
-            "ratio/out_of_clip": signals["out_of_clip"], "ratio/signed_t": signals["signed_t"], "ratio/early_stop": int(early_stop),
-            "ratio/steps": steps, "ratio/diagnosis": diagnosis.cause,
-            "param/changed_frac": signals["changed_frac"], "param/relative_update": signals["update_norm"] / max(signals["param_norm"], 1e-30),
+            **{f"ratio/{n}": signals[n] for n in ("first_dev", "last_dev", "post_dev", "out_of_clip", "signed_t")},
+            "ratio/early_stop": int(early_stop), "ratio/steps": steps, "ratio/diagnosis": diagnosis.cause,
+            "param/changed_frac": signals["changed_frac"],
+            "param/relative_update": signals["update_norm"] / signals["param_norm"],
             "debug/sampler_trainer_logprob_diff": signals["sampler_diff"], **batch.stats,
-            **{f"time/{name}": b - a for name, a, b in zip(("rollout", "score", "critic", "actor", "diagnose"), clock, clock[1:])},
+            **{f"time/{phase}": end - start for phase, start, end in zip(phases, clock, clock[1:], strict=False)},
             "perf/response_tokens_per_second": trained_tokens / seconds, "perf/peak_memory_bytes": peak_memory(),
         }
         if args.eval_every and (iteration + 1) % args.eval_every == 0:
@@ -1617,22 +1537,26 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             row |= {f"eval/{name}": value for name, value in results.items()}
         run.log(row)
         for i in range(min(args.log_completions, samples)):
-            run.write("completions", {"step": iteration, "prompt": batch.prompts[i], "response": batch.texts[i], "reward": float(scores[i]),
-                                      "stop": batch.stop[i], "n_tokens": int(mask[i].sum()), "kl": float(sample_kl[i])})
+            run.write("completions", {
+                "step": iteration, "prompt": batch.prompts[i], "response": batch.texts[i], "stop": batch.stop[i],
+                "reward": float(scores[i]), "n_tokens": int(mask[i].sum()), "kl": float(kl[i]),
+            })
         run.summary |= {"iterations": iteration + 1, "update_steps": actor_step}
-        tqdm.write(f"{iteration + 1:>5}: reward {row['objective/reward']:.3f}, accuracy {row['objective/accuracy']:.1%}, "
-                   f"{row['objective/response_tokens']:.1f} tokens, KL {kl:.4f}, entropy {row['objective/entropy']:.3f}, clipped "
-                   f"{means.get('losses/clipfrac', 0):.1%}, max|ratio-1| {signals['last_dev']:.2f}, explained {explained:.2f}, {seconds:.2f} s")
+        tqdm.write(f"{iteration + 1:>5}: reward {float(scores.mean()):.3f}, accuracy {row['objective/accuracy']:.1%}, "
+                   f"{row['objective/response_tokens']:.1f} tokens, KL {mean_kl:.4f}, max|ratio-1| "
+                   f"{signals['last_dev']:.2g}, clipped {means.get('losses/clipfrac', 0):.1%}, explained variance "
+                   f"{explained:.2f}, {seconds:.2f} s")
         if iteration % max(1, args.num_iterations // 5) == 0:
-            for prompt, text, score in [*zip(batch.prompts, batch.texts, scores.tolist())][:2]:
-                tqdm.write(f"       ...{prompt[-60:]!r} -> {text[:200]!r} (reward {score:g})")
+            for i in range(min(2, samples)):
+                tqdm.write(f"       {batch.prompts[i][-60:]!r} -> {batch.texts[i][:200]!r} (reward {scores[i]:g})")
         bar.update()
 
     bar.close()
     save_hf_checkpoint(actor, config, tokenizer, run.path / "model")
     run.summary["eval_after"] = after = evaluate(sampler, tokenizer, eval_envs, args, args.num_iterations)
-    print(f"held-out accuracy over {args.eval_episodes} episodes, before -> after PPO: {before['accuracy']:.1%} -> {after['accuracy']:.1%} sampled "
-          f"at temperature 1, {before['greedy_accuracy']:.1%} -> {after['greedy_accuracy']:.1%} greedy. All is in {run.path}")
+    print(f"held-out accuracy over {args.eval_episodes} episodes, before -> after PPO: sampled at temperature 1 "
+          f"{before['accuracy']:.1%} -> {after['accuracy']:.1%}, greedy {before['greedy_accuracy']:.1%} -> "
+          f"{after['greedy_accuracy']:.1%}. All is in {run.path}")
     return run.summary
 
 

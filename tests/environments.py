@@ -1,0 +1,102 @@
+"""Small text environments for the tests, well-behaved and broken ones. Importing the module registers them."""
+
+import math
+import time
+
+import gymnasium as gym
+
+
+class TextEnv(gym.Env):
+    """One turn: seed i gets prompt i, any response is rewarded with a tenth of its length. Subclasses change a part."""
+
+    prompts = ("ab=", "fed=", "x=", "bad=", "day=", "face=")
+
+    def reset(self, *, seed=None, options=None):
+        self.seed, self.seen = seed or 0, []
+        return self.prompts[self.seed % len(self.prompts)], {"demonstration": "fab"}
+
+    def step(self, response):
+        self.seen.append(response)
+        return self.turn(response)
+
+    def turn(self, response):
+        return "", len(response) / 10, True, False, {}
+
+
+class TwoTurns(TextEnv):
+    """The feedback is "c" after "b", else "x"; the second reward asks for "d" after "c" and for "w" after "x"."""
+
+    prompts = ("a", "e")
+
+    def turn(self, response):
+        if len(self.seen) == 1:
+            self.feedback = "c" if response == "b" else "x"
+            return self.feedback, 0.25, False, False, {}
+        return "", float(response == {"c": "d", "x": "w"}[self.feedback]), True, False, {}
+
+
+class Endless(TextEnv):
+    """Never terminates: answers each turn with `feedback` and half a point."""
+
+    def __init__(self, feedback="c"):
+        self.feedback = feedback
+
+    def turn(self, response):
+        return self.feedback, 0.5, False, False, {}
+
+
+class Truncates(TextEnv):
+    def turn(self, response):
+        return "", 1.0, False, True, {}
+
+
+class Lengths(TextEnv):
+    """Prompts of 1, 2, 40, 3, 25 and 9 tokens."""
+
+    prompts = tuple("abcdef="[-n:] if n < 7 else ("abcdef" * n)[: n - 1] + "=" for n in (1, 2, 40, 3, 25, 9))
+
+
+class OneToken(TextEnv):
+    prompts = ("a",)
+
+
+class NonAscii(TextEnv):
+    prompts = ("né漢🙂=", "ßλ=")
+
+
+class Reward(TextEnv):
+    """Gives `reward`, whatever it is, from seed `first` on; before that the number 1."""
+
+    def __init__(self, reward=1.0, first=0):
+        self.reward, self.first = reward, first
+
+    def turn(self, response):
+        return "", self.reward if self.seed >= self.first else 1.0, True, False, {}
+
+
+class Raises(TextEnv):
+    def turn(self, response):
+        raise RuntimeError("the judge is out of order")
+
+
+class Hangs(TextEnv):
+    def turn(self, response):
+        time.sleep(3600)
+
+
+class FourValues(TextEnv):
+    def turn(self, response):
+        return "", 1.0, True, {}
+
+
+class WrongSignature(TextEnv):
+    def step(self, response, extra):
+        return self.turn(response)
+
+
+for cls in (TwoTurns, Endless, Truncates, Lengths, OneToken, NonAscii, Raises, Hangs, FourValues, WrongSignature):
+    gym.register(f"{cls.__name__}-v0", entry_point=cls)
+gym.register("Plain-v0", entry_point=TextEnv)
+gym.register("Constant-v0", entry_point=Reward)
+for name, reward in (("NaN", math.nan), ("Inf", math.inf), ("None", None), ("String", "1.0")):
+    gym.register(f"Reward{name}-v0", entry_point=Reward, kwargs={"reward": reward})

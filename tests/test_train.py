@@ -1,0 +1,307 @@
+"""The training loop, run for real on the embedded model: what takes effect, what does not change results."""
+
+import json
+import random
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+SMALL = dict(num_iterations=2, rollout_batch_size=8, n_samples_per_prompt=2, train_batch_size=8, sft_steps=0,
+             eval_episodes=2, ppo_epochs=2, env_id="environments:Plain-v0")
+
+
+@pytest.fixture
+def run(ppo, tmp_path, monkeypatch):
+    """run(**flags) trains and returns (summary, metrics rows, folder); run.models and run.steps see what happened inside."""
+    monkeypatch.setattr(ppo, "SummaryWriter", lambda path: mock.Mock())  # its files cost more than the runs
+    original_step, original_rollout = ppo.optimizer_step, ppo.rollout
+
+    def step(optimizer, model, *rest):
+        run.steps.append(model.head)
+        run.models[model.head] = model
+        return original_step(optimizer, model, *rest)
+
+    def rollout(actor, *rest, **kwargs):
+        batch = original_rollout(actor, *rest, **kwargs)
+        run.batches.append(batch)
+        return batch
+
+    def run(**flags):
+        run.steps, run.models, run.batches = [], {}, []
+        run.count = getattr(run, "count", 0) + 1
+        args = ppo.Args(**(SMALL | dict(log_dir=str(tmp_path), run_name=f"run{run.count}") | flags))
+        summary = ppo.train(args)
+        folder = tmp_path / args.run_name
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return summary, rows, folder
+
+    monkeypatch.setattr(ppo, "optimizer_step", step)
+    monkeypatch.setattr(ppo, "rollout", rollout)
+    return run
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def without_clock(rows):
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/")) and k != "charts/SPS"} for row in rows]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_optimizer_steps_of_a_run_are_those_of_the_plan(ppo, run, seed):
+    rng = random.Random(seed)
+    flags = dict(rollout_batch_size=rng.choice([4, 6, 12]), n_samples_per_prompt=rng.choice([1, 2, 4]),
+                 ppo_epochs=rng.randint(1, 3), critic_epochs=rng.choice([None, 1, 3]),
+                 critic_warmup_iterations=rng.randint(0, 2), num_iterations=2)
+    flags["train_batch_size"] = flags["rollout_batch_size"] * flags["n_samples_per_prompt"] // rng.choice([1, 2])
+    plan = ppo.plan_steps(ppo.Args(**flags))
+    summary, _, _ = run(**flags)
+    assert run.steps.count("lm") == plan.actor_steps_total == summary["update_steps"]
+    assert run.steps.count("scalar") == plan.critic_steps_total
+    assert sum(len(batch.texts) for batch in run.batches[2:-2]) == plan.episodes_total  # two evaluations around
+
+
+def test_plan_equals_a_count_of_the_loops_for_random_settings(ppo):
+    rng = random.Random(0)
+    for _ in range(300):
+        prompts, n, epochs, critic_epochs = rng.randint(1, 64), rng.randint(1, 8), rng.randint(1, 5), rng.randint(1, 5)
+        iterations, warmup = rng.randint(1, 9), rng.randint(0, 9)
+        batch = rng.choice([b for b in range(1, prompts * n + 1) if prompts * n % b == 0])
+        plan = ppo.plan_steps(ppo.Args(rollout_batch_size=prompts, n_samples_per_prompt=n, ppo_epochs=epochs,
+                                       critic_epochs=critic_epochs, train_batch_size=batch, num_iterations=iterations,
+                                       critic_warmup_iterations=warmup))
+        actor = sum(1 for i in range(iterations) if i >= warmup for _ in range(epochs) for _ in range(0, prompts * n, batch))
+        critic = sum(1 for _ in range(iterations) for _ in range(critic_epochs) for _ in range(0, prompts * n, batch))
+        assert (plan.actor_steps_total, plan.critic_steps_total) == (actor, critic)
+
+
+def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo):
+    args = ppo.Args(train_batch_size=4)
+    epochs = [ppo.shuffled_minibatches(args, 16, iteration, epoch) for iteration in (0, 1) for epoch in (0, 1)]
+    orders = [torch.cat(minibatches).tolist() for minibatches in epochs]
+    assert all(sorted(order) == list(range(16)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_samples_of_one_prompt_share_it_and_prompts_run_on(run):
+    run(n_samples_per_prompt=2, rollout_batch_size=4, env_id="SortDigits-v0")
+    first, second = (batch.prompts for batch in run.batches[2:4])
+    assert first[0::2] == first[1::2] and len(set(first)) == 4
+    assert not set(first) & set(second)
+
+
+def test_critic_warmup_leaves_the_actor_bit_identical_for_exactly_k_iterations(ppo, run, monkeypatch):
+    seen = []
+    original = ppo.diagnose_ratio
+    monkeypatch.setattr(ppo, "diagnose_ratio", lambda signals: seen.append(signals) or original(signals))
+    _, rows, _ = run(num_iterations=4, critic_warmup_iterations=2, lr_end=0.5)
+    assert [s["phase"] for s in seen] == ["critic_warmup"] * 2 + ["train"] * 2
+    assert [s["changed_frac"] > 0 for s in seen] == [False, False, True, True]
+    assert [row["charts/actor_steps"] for row in rows] == [0, 0, 4, 8]
+    assert rows[0]["charts/actor_lr"] == rows[1]["charts/actor_lr"] == 5e-4  # the schedule waits
+    assert rows[0]["losses/value_loss"] >= 0 and rows[3]["charts/actor_lr"] < 5e-4
+
+
+def test_critic_updates_before_the_actor(run):
+    run(num_iterations=1)
+    assert run.steps == ["scalar"] * 4 + ["lm"] * 4
+
+
+def test_two_runs_with_one_seed_write_the_same_files(run):
+    flags = dict(sft_steps=3, sft_batch_size=16, kl_coef=0.1, n_samples_per_prompt=2)
+    (_, a, folder_a), (_, b, folder_b) = run(**flags), run(**flags)
+    assert without_clock(a) == without_clock(b)
+    assert (folder_a / "completions.jsonl").read_text() == (folder_b / "completions.jsonl").read_text()
+    _, c, _ = run(**flags, seed=2)
+    assert without_clock(a) != without_clock(c)
+
+
+@pytest.mark.parametrize("flags", [dict(micro_batch_tokens=40), dict(rollout_slots=3), dict(max_prompt_tokens=40)])
+def test_microbatches_slots_and_padding_do_not_change_a_run(run, flags):
+    _, a, _ = run()
+    before = weights(run.models["lm"])
+    _, b, _ = run(**flags)
+    assert torch.allclose(before, weights(run.models["lm"]), atol=1e-5)
+    assert a[0]["losses/policy_loss"] == pytest.approx(b[0]["losses/policy_loss"], abs=1e-6)
+    assert a[0]["grad/actor_norm"] == pytest.approx(b[0]["grad/actor_norm"], rel=1e-4)
+
+
+def test_first_ratio_is_one_with_recorded_and_recomputed_old_logprobs(run):
+    for recompute in (True, False):
+        _, rows, _ = run(recompute_old_logprobs=recompute)
+        assert all(row["ratio/first_dev"] < 1e-4 for row in rows)
+        assert all(row["debug/sampler_trainer_logprob_diff"] < (1e-5 if recompute else 1e-9) for row in rows)
+        assert all(row["ratio/last_dev"] > 1e-3 for row in rows)
+
+
+def test_temperature_is_the_same_in_sampling_and_training(run):
+    _, rows, _ = run(temperature=0.6, recompute_old_logprobs=False, sft_steps=5, sft_batch_size=16)
+    assert all(row["ratio/first_dev"] < 1e-4 for row in rows)
+
+
+def test_kl_coef_zero_allocates_no_reference_and_else_it_starts_at_the_actor(ppo, run, monkeypatch):
+    copies = []
+    original = ppo.copy.deepcopy
+    monkeypatch.setattr(ppo.copy, "deepcopy", lambda x, *memo: copies.append(type(x).__name__) or original(x, *memo))
+    run(kl_coef=0.0)
+    assert "Transformer" not in copies
+    _, rows, _ = run(kl_coef=0.1)
+    assert copies.count("Transformer") == 1
+    assert abs(rows[0]["objective/kl"]) < 1e-5 and abs(rows[1]["objective/kl"]) > 1e-4
+
+
+def test_ref_sync_moves_the_reference_only_when_asked(run):
+    _, apart, _ = run(num_iterations=3, kl_coef=0.1)
+    _, synced, _ = run(num_iterations=3, kl_coef=0.1, ref_sync_every=1)
+    assert all(abs(row["objective/kl"]) < 1e-5 for row in synced)
+    assert abs(apart[2]["objective/kl"]) > 1e-4
+
+
+def test_adaptive_kl_follows_the_formula(run):
+    _, rows, _ = run(num_iterations=3, kl_coef=0.1, kl_target=1e-6, kl_horizon=100)
+    for row, following in zip(rows, rows[1:], strict=False):
+        error = max(-0.2, min(0.2, row["objective/kl"] / 1e-6 - 1))
+        assert following["objective/kl_coef"] == pytest.approx(row["objective/kl_coef"] * (1 + error * 16 / 100))
+
+
+def test_kl_in_reward_lowers_rewards_and_kl_in_loss_does_not(ppo, run, monkeypatch):
+    seen = []
+    original = ppo.compute_gae
+    monkeypatch.setattr(ppo, "compute_gae", lambda rewards, *rest: seen.append(rewards.clone()) or original(rewards, *rest))
+    run(kl_coef=5.0)
+    batch = run.batches[3]
+    assert not torch.equal(seen[1], batch.rewards) and torch.equal(seen[1][~batch.mask], batch.rewards[~batch.mask])
+    _, rows, _ = run(kl_coef=5.0, kl_in="loss")
+    assert torch.equal(seen[3], run.batches[3].rewards)
+    assert "losses/kl_loss" in rows[1]
+
+
+def test_missing_eos_penalty_falls_on_rows_cut_by_length(ppo, run, monkeypatch):
+    seen = []
+    original = ppo.compute_gae
+    monkeypatch.setattr(ppo, "compute_gae", lambda rewards, *rest: seen.append(rewards.clone()) or original(rewards, *rest))
+    run(missing_eos_penalty=0.5, num_iterations=1, max_new_tokens=4)
+    batch = run.batches[2]
+    cut = torch.tensor([stop == "length" for stop in batch.stop])
+    assert 0 < cut.sum()
+    difference = seen[0] - batch.rewards
+    assert torch.equal(difference.sum(1), -0.5 * cut)
+    assert all(difference[i, batch.lengths[i] - 1] == -0.5 for i in cut.nonzero()[:, 0])
+
+
+def test_bootstrap_is_the_value_after_the_last_token_of_truncated_rows_only(ppo, run, monkeypatch):
+    seen = []
+    original = ppo.compute_gae
+    monkeypatch.setattr(ppo, "compute_gae", lambda *a: seen.append((a, dict(run.models))) or original(*a))
+    run(bootstrap_truncated=True, max_new_tokens=4)
+    arguments, models = seen[1]
+    batch, bootstrap = run.batches[3], arguments[-1]
+    assert bootstrap.shape == (16,) and bootstrap.abs().sum() > 0
+    assert all((value == 0) == (stop == "eos") for value, stop in zip(bootstrap, batch.stop, strict=True))
+    run(num_iterations=1, max_new_tokens=4)
+    assert seen[-1][0][-1] is None
+
+
+def test_truncated_importance_weights_scale_the_advantages(ppo, run, monkeypatch):
+    seen = []
+    original = ppo.policy_loss
+    monkeypatch.setattr(ppo, "policy_loss", lambda *a: seen.append(a[2].clone()) or original(*a))
+    sampled = ppo.rollout
+
+    def biased(*args, **kwargs):  # a sampler whose log-probs are off by log 2: weights 1/2, or 2 capped at 1.5
+        batch = sampled(*args, **kwargs)
+        batch.logprobs = torch.where(batch.mask, batch.logprobs + shift, 0.0)
+        return batch
+
+    monkeypatch.setattr(ppo, "rollout", biased)
+    results = {}
+    for shift, cap in ((0.0, None), (0.6931472, 1.5), (-0.6931472, 1.5)):
+        run(num_iterations=1, rollout_is_cap=cap)
+        results[shift] = seen[0].clone()
+        seen.clear()
+    plain, halved, capped = results.values()
+    assert torch.allclose(halved, plain * 0.5, atol=1e-4) and torch.allclose(capped, plain * 1.5, atol=1e-4)
+
+
+def test_target_kl_ends_the_actor_steps_of_a_rollout(run):
+    _, rows, _ = run(target_kl=1e-7, ppo_epochs=3)
+    assert all(row["ratio/early_stop"] == 1 and len(row["ratio/steps"]) < 6 for row in rows)
+    assert run.steps.count("scalar") == 12
+
+
+def test_entropy_bonus_raises_entropy(run):
+    _, low, _ = run(num_iterations=3, entropy_coef=0.0, sft_steps=20, sft_batch_size=64)
+    _, high, _ = run(num_iterations=3, entropy_coef=1.0, sft_steps=20, sft_batch_size=64)
+    assert high[-1]["objective/entropy"] > low[-1]["objective/entropy"] + 0.05
+
+
+def test_gradients_ignore_what_lies_in_masked_slots(ppo, run, monkeypatch):
+    """Rewards, values, log-probs and tokens outside the mask are filled with garbage behind the loop's back."""
+    _, clean, _ = run()
+    sampled = ppo.rollout
+
+    def dirty(*args, **kwargs):
+        batch = sampled(*args, **kwargs)
+        beyond = torch.arange(batch.tokens.shape[1]) >= batch.lengths[:, None]
+        batch.tokens = torch.where(beyond, 5, batch.tokens)
+        batch.logprobs = torch.where(batch.mask, batch.logprobs, 7.0)
+        return batch
+
+    monkeypatch.setattr(ppo, "rollout", dirty)
+    _, dirtied, _ = run()
+    for name in ("losses/policy_loss", "losses/value_loss", "grad/actor_norm", "grad/critic_norm"):
+        assert clean[-1][name] == pytest.approx(dirtied[-1][name], rel=1e-5)
+
+
+def test_learning_rates_fall_linearly_to_their_end(run):
+    _, rows, _ = run(num_iterations=4, lr_end=0.2, actor_lr=1e-3, critic_lr=2e-3)
+    steps = [row["charts/actor_steps"] for row in rows]
+    assert steps == [4, 8, 12, 16]
+    for row, made in zip(rows, steps, strict=True):
+        fraction = 1 - 0.8 * (made - 1) / 16
+        assert row["charts/actor_lr"] == pytest.approx(1e-3 * fraction)
+        assert row["charts/critic_lr"] == pytest.approx(2e-3 * fraction)
+
+
+def test_run_folder_holds_what_it_should(ppo, run):
+    summary, rows, folder = run(eval_every=1, log_completions=3)
+    assert {path.name for path in folder.iterdir()} >= {"config.json", "summary.json", "metrics.jsonl", "completions.jsonl",
+                                                        "model", f"{ppo.__name__}.py"}
+    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+    for when in ("eval_before", "eval_after"):
+        assert set(summary[when]) == {"accuracy", "greedy_accuracy", "reward", "response_tokens"}
+    assert json.loads((folder / "config.json").read_text())["args"]["critic_lr"] == 5e-4  # resolved
+    completions = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    assert len(completions) == 6
+    assert set(completions[0]) == {"step", "prompt", "response", "reward", "stop", "n_tokens", "kl"}
+    actor, _ = ppo.load_hf_checkpoint(folder / "model")
+    assert torch.equal(weights(actor), weights(run.models["lm"]))
+    assert "eval/accuracy" in rows[0]
+
+
+def test_readme_names_every_metric(run):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    _, rows, _ = run(eval_every=1, kl_coef=0.1, kl_in="loss")
+    missing = [name for row in rows for name in row if name != "iteration" and f"`{name}`" not in readme]
+    assert not missing
+
+
+def test_bfloat16_trains_float32_weights_and_samples_from_a_cast_copy(ppo, run):
+    _, rows, _ = run(dtype="bfloat16", num_iterations=3)
+    assert {p.dtype for p in run.models["lm"].parameters()} == {torch.float32}
+    assert all(0 < row["debug/sampler_trainer_logprob_diff"] < 0.05 for row in rows)  # stale weights would show here
+
+
+def test_never_ending_environment_and_one_sample_are_fine(run, monkeypatch):
+    _, rows, _ = run(rollout_batch_size=1, n_samples_per_prompt=1, train_batch_size=1, max_new_tokens=1)
+    assert rows[0]["objective/response_tokens"] == 1
+
+
+@pytest.mark.slow
+def test_the_default_task_is_learned(ppo, tmp_path):
+    summary = ppo.train(ppo.Args(log_dir=str(tmp_path), run_name="learn", num_iterations=60, eval_episodes=512))
+    assert summary["eval_before"]["accuracy"] < 0.4
+    assert summary["eval_after"]["accuracy"] > summary["eval_before"]["accuracy"] + 0.3
