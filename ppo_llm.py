@@ -65,6 +65,18 @@ class UserError(ValueError):
     """Something the user can mend: shown as one line without a traceback, exit code 2."""
 
 
+@contextlib.contextmanager
+def blame(what: str):
+    """Turn whatever goes wrong inside into a UserError that begins with `what`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or "no further message"
+        raise UserError(f"{what} ({type(error).__name__}: {reason:.300})") from error
+
+
 # === 1. Arguments ===
 
 
@@ -156,12 +168,6 @@ def plan_steps(args: Args, world_size: int = 1) -> Plan:
     return Plan(samples, minibatches, actor_steps, critic_steps, *totals)
 
 
-def is_json_object(text: str) -> bool:
-    with contextlib.suppress(json.JSONDecodeError):
-        return isinstance(json.loads(text), dict)
-    return False
-
-
 def validate(args: Args) -> Plan:
     """Fill the defaults that depend on the job, check every flag. Raises UserError: flag, value and what is valid."""
     kl_estimator = "k1" if args.kl_in == "reward" else "k3"
@@ -176,13 +182,14 @@ def validate(args: Args) -> Plan:
         ("num_iterations rollout_batch_size n_samples_per_prompt rollout_slots max_prompt_tokens max_new_tokens "
          "kl_horizon sft_batch_size ppo_epochs critic_epochs train_batch_size micro_batch_tokens eval_episodes "
          "max_skipped_steps", lambda x: x >= 1, "must be at least 1"),
-        ("seed sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations ref_sync_every "
-         "missing_eos_penalty eval_every log_completions", lambda x: 0 <= x < math.inf, "must be at least 0"),
+        ("seed", lambda x: 0 <= x < 2**31, "must lie in [0, 2**31)"),
+        ("sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations ref_sync_every "
+         "missing_eos_penalty eval_every log_completions", lambda x: 0 <= x < math.inf, "must be finite, at least 0"),
         ("temperature clip_high value_clip target_kl rollout_is_cap kl_target max_grad_norm env_timeout",
-         lambda x: 0 < x < math.inf, "must be above 0"),
+         lambda x: 0 < x < math.inf, "must be finite, above 0"),
         ("gamma gae_lambda lr_end ref_sync_alpha", lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
         ("clip_low", lambda x: 0 < x < 1, "must lie in (0, 1)"),
-        ("dual_clip", lambda x: 1 < x < math.inf, "must be above 1"),
+        ("dual_clip", lambda x: 1 < x < math.inf, "must be finite, above 1"),
         ("kl_estimator", lambda x: x != "k1" or args.kl_in == "reward",
          "has an expected gradient of zero in the loss; with --kl-in loss use k2 or k3"),
         ("rollout_is_cap", lambda x: args.recompute_old_logprobs, "needs --recompute-old-logprobs"),
@@ -190,11 +197,12 @@ def validate(args: Args) -> Plan:
         ("ref_sync_every", lambda x: x == 0 or args.kl_coef > 0, "needs a reference, that is a --kl-coef above 0"),
         ("critic_warmup_iterations", lambda x: x <= args.num_iterations, "must be at most --num-iterations"),
         ("device", lambda x: x != "cuda" or torch.cuda.is_available(), "no CUDA device is available"),
-        ("env_kwargs eval_env_kwargs", is_json_object, "must be a JSON object such as '{\"path\": \"train.jsonl\"}'"),
     ]:
         for name in names.split():
             if (value := getattr(args, name)) is not None and not valid(value):
                 raise UserError(f"--{name.replace('_', '-')} {value}: {text}")
+    parse_json(args.env_kwargs, "--env-kwargs")
+    parse_json(args.eval_env_kwargs, "--eval-env-kwargs")
     return plan_steps(args)
 
 
@@ -202,16 +210,13 @@ def validate(args: Args) -> Plan:
 
 
 def read_text(path: Path) -> str:
-    try:
+    with blame(f"{path}: cannot be read as UTF-8 text"):
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as UTF-8 text ({error})") from None
 
 
-def parse_json(text: str, path: Path) -> dict:
-    if not is_json_object(text):
-        raise UserError(f"{path}: does not hold a JSON object")
-    return json.loads(text)
+def parse_json(text: str, name: str | Path) -> dict:
+    with blame(f"{name} {text:.80}: must be a JSON object such as {{\"key\": 1}}"):
+        return dict(json.loads(text).items())
 
 
 class HFTokenizer:
@@ -221,16 +226,18 @@ class HFTokenizer:
     """
 
     def __init__(self, folder: str | Path, files: dict[str, str] | None = None):
-        folder = Path(folder)
+        self.folder = folder = Path(folder)
+        with blame(f"{folder}: the tokenizer's files are malformed"):
+            self._load(folder, files)
+
+    def _load(self, folder: Path, files: dict[str, str] | None) -> None:
         names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                  "generation_config.json", "config.json")
-        self.folder, self.files = folder, files or {n: read_text(folder / n) for n in names if (folder / n).is_file()}
+        self.files = files or {n: read_text(folder / n) for n in names if (folder / n).is_file()}
         if "tokenizer.json" not in self.files:
             raise UserError(f"{folder}: has no tokenizer.json (save_pretrained of a fast tokenizer writes it)")
-        try:
+        with blame(f"{folder / 'tokenizer.json'}: not a tokenizer"):
             self.tokenizer = tokenizers.Tokenizer.from_str(self.files["tokenizer.json"])
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{folder / 'tokenizer.json'}: not a tokenizer ({error})") from None
         self.tokenizer.no_padding()  # saved with the tokenizer, these two would change prompts silently
         self.tokenizer.no_truncation()
         config, generation, special, settings = (
@@ -259,10 +266,8 @@ class HFTokenizer:
         )
         env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes HTML
         env.globals.update(raise_exception=self._raise, strftime_now=time.strftime)
-        try:
+        with blame(f"{folder}: the chat template does not parse"):
             self.template = env.from_string(template) if template else None
-        except jinja2.TemplateError as error:
-            raise UserError(f"{folder}: the chat template does not parse ({error})") from None
 
     @classmethod
     def from_texts(cls, texts: list[str]) -> HFTokenizer:
@@ -281,10 +286,8 @@ class HFTokenizer:
 
     def _render(self, *turns: tuple[str, str]) -> str:
         messages = [{"role": role, "content": content} for role, content in turns]
-        try:
+        with blame(f"{self.folder}: the chat template does not render"):
             return self.template.render(messages=messages, add_generation_prompt=True, **self.special_tokens)
-        except Exception as error:  # a template can raise anything
-            raise UserError(f"{self.folder}: the chat template does not render ({error!r})") from None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -298,7 +301,10 @@ class HFTokenizer:
         """The environment's message after a sampled turn: what the template puts between two turns of the assistant."""
         if self.template is not None:
             marker = "<<assistant turn>>"
-            text = self._render(("user", "-"), ("assistant", marker), ("user", text)).split(marker, 1)[-1]
+            whole = self._render(("user", "-"), ("assistant", marker), ("user", text))
+            _, found, text = whole.partition(marker)
+            if not found:
+                raise UserError(f"{self.folder}: the chat template leaves out the assistant's turn")
             for stop_id in self.stop_ids:  # the actor has sampled the end of its turn itself
                 text = text.removeprefix(self.tokenizer.id_to_token(stop_id) or "")
         return self.encode(text)
@@ -336,6 +342,11 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: dict, path: str | Path = "config.json") -> ModelConfig:
         """Read a config.json of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
+        with blame(f"{path}: malformed"):
+            return cls._from_hf(raw, path)
+
+    @classmethod
+    def _from_hf(cls, raw: dict, path: str | Path) -> ModelConfig:
         kind, rope = raw.get("model_type"), raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         for key, value, supported in [
@@ -349,6 +360,7 @@ class ModelConfig:
         if missing := [key for key in required if not isinstance(raw.get(key), int)]:
             raise UserError(f"{path}: {missing[0]} is missing or not an integer")
         optional = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings")
+        # Bias: Qwen2 has it on q, k, v; Llama and Qwen3 by attention_bias on q, k, v, o, Llama by mlp_bias in the MLP.
         bias, heads = raw.get("attention_bias", False), raw["num_attention_heads"]
         return cls(
             **{key: raw[key] for key in (*required, *optional) if key in raw}, raw=raw,
@@ -466,7 +478,8 @@ class Transformer(nn.Module):
         context = (angles.cos(), angles.sin())
         if cache is not None:
             G = self.config.num_attention_heads // self.config.num_key_value_heads
-            context += (cache, positions, cache.mask(positions).repeat(1, G, 1)[:, None])  # mask [B, 1, G * T, S]
+            # Repeated as a whole, since Attention folds [G, T] queries in this order: mask [B, 1, G * T, S].
+            context += (cache, positions, cache.mask(positions).repeat(1, G, 1)[:, None])
         with torch.autocast(tokens.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
             x = self.model.embed_tokens(tokens)  # [B, T, hidden]
             for block in self.model.layers:
@@ -488,11 +501,8 @@ def find_checkpoint(flag: str, name: str) -> Path:
         raise UserError(f"--{flag} {name}: no such folder, and not a hub id of the form org/name")
     import huggingface_hub
 
-    try:
+    with blame(f"--{flag} {name}: no such folder, and the hub cannot be reached or lacks it"):
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except Exception as error:  # of network, permission or name, from several libraries
-        raise UserError(f"--{flag} {name}: no such folder, and the hub cannot be reached or lacks it "
-                        f"({' '.join(str(error).split()) or type(error).__name__:.200})") from None
 
 
 def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm") -> tuple[Transformer, ModelConfig]:
@@ -503,24 +513,25 @@ def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm") -> tu
     path, json_path, index = Path(path), Path(path) / "config.json", Path(path) / "model.safetensors.index.json"
     config, files = ModelConfig.from_hf(parse_json(read_text(json_path), json_path), json_path), ["model.safetensors"]
     if index.is_file():
-        files = sorted(set(parse_json(read_text(index), index).get("weight_map", {}).values()))
-    with torch.device("meta"):
+        with blame(f"{index}: has no weight_map of file names"):
+            files = sorted({str(file) for file in parse_json(read_text(index), index)["weight_map"].values()})
+    with torch.device("meta"), blame(f"{json_path}: these sizes make no model"):
         model = Transformer(config, head)
     shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    passed_over = {"lm_head.weight"} if head == "scalar" or config.tie_word_embeddings else set()
+    passed_over = {"score.weight" if head == "lm" else "lm_head.weight"}
+    if config.tie_word_embeddings:
+        passed_over.add("lm_head.weight")
     state = {}
     for file in files:
-        try:
-            with safetensors.safe_open(path / file, framework="pt", device=str(device)) as tensors:
-                for name in tensors.keys():  # (not a dict)
-                    if name in passed_over or name.endswith("rotary_emb.inv_freq"):
-                        continue
-                    shape, expected = tuple(tensors.get_slice(name).get_shape()), shapes.get(name, "no such tensor")
-                    if shape != expected:
-                        raise UserError(f"{path / file}: tensor {name} has shape {shape}, expected {expected}")
-                    state[name] = tensors.get_tensor(name).to(dtype)
-        except (OSError, safetensors.SafetensorError) as error:
-            raise UserError(f"{path / file}: missing or corrupt ({error}); only safetensors are read") from None
+        with blame(f"{path / file}: missing or corrupt; only safetensors are read"), \
+                safetensors.safe_open(path / file, framework="pt", device=str(device)) as tensors:
+            for name in set(tensors.keys()) - passed_over:
+                if name.endswith("rotary_emb.inv_freq"):
+                    continue
+                shape, expected = tuple(tensors.get_slice(name).get_shape()), shapes.get(name, "no such tensor")
+                if shape != expected:
+                    raise UserError(f"{path / file}: tensor {name} has shape {shape}, expected {expected}")
+                state[name] = tensors.get_tensor(name).to(dtype)
     if head == "scalar":
         state.setdefault("score.weight", torch.zeros(shapes["score.weight"], dtype=dtype, device=device))
     elif config.tie_word_embeddings and "model.embed_tokens.weight" in state:
@@ -528,7 +539,7 @@ def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm") -> tu
     if missing := sorted(shapes.keys() - state.keys()):
         raise UserError(f"{path}: the weights lack tensor {missing[0]} ({len(missing)} missing in all)")
     model.load_state_dict(state, assign=True)
-    model.tie_weights()
+    model.tie_weights()  # `assign` has untied them
     return model.to(device), config
 
 
@@ -595,7 +606,7 @@ def exponential_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
 
     A sample's text then does not depend on its batch or slot, on order, ranks or a resume.
     """
-    second = hash32(hash32(keys ^ 0x5851F42D) ^ index.to(torch.int32))
+    second = hash32(hash32(keys ^ 0x5851F42D) ^ index.to(torch.int32))  # the token's key word; any constant will do
     ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
     x = hash32(hash32(ids ^ keys[:, None]) ^ second[:, None])  # [B, V]
     # 31 bits: with the top 24 alone u rounds to 1, and rare tokens are drawn too often.
@@ -673,6 +684,7 @@ class Engine:
         self.sample[rows], self.length[rows], self.limit[rows] = registers.unbind(1)
         self.alive[rows] = True
         sample, length = registers[:, :1], registers[:, 1:2]
+        # Tokens go to cached .. length - 1, keys to cached .. length - 2; padding goes to scratch.
         self.tokens[sample, torch.where(positions < length, positions, self.S)] = tokens
         positions = torch.where(positions < length - 1, positions, self.S)
         first = {}  # samples of one prompt share a prefill: the first of them runs, the others copy its row
@@ -680,7 +692,7 @@ class Engine:
         leader = [first.setdefault(key, i) for i, key in enumerate(keys)]
         for part in tensor([*first.values()]).split(max(1, self.args.micro_batch_tokens // width)):
             self.cache.look_at(live, rows[part])
-            self.actor(tokens[part, :-1], positions[part, :-1], self.cache, select=rows[:0])
+            self.actor(tokens[part, :-1], positions[part, :-1], self.cache, select=rows[:0])  # for the cache, no logits
         if len(first) < len(slots):
             for buffer in self.cache.layers:
                 buffer[:, rows, :, :live] = buffer[:, rows[leader], :, :live]
@@ -739,6 +751,7 @@ class Engine:
             feedback = self.tokenizer.encode_feedback(text)
             stop = "length" if n + len(feedback) >= self.bound[slot] else ""
         if not stop:
+            # Cached are n - 1 tokens: the newest never is.
             self.ids[slot], self.cached[slot], self.turn_start[slot] = ids + feedback, n - 1, n + len(feedback)
             self.waiting.append(slot)
             return
@@ -902,12 +915,10 @@ def make_envs(args: Args, count: int, evaluation: bool = False) -> list[EnvThrea
     if evaluation:
         kwargs |= {"SortDigits-v0": {"split": "test"}, "GSM8K-v0": {"shuffle": False}}.get(args.env_id, {})
         kwargs |= json.loads(args.eval_env_kwargs)
-    try:
+    with blame(f"--env-id {args.env_id} with arguments {json.dumps(kwargs)}"):
         envs = [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
         inspect.signature(envs[0].unwrapped.reset).bind(seed=0)
         inspect.signature(envs[0].unwrapped.step).bind("response")
-    except Exception as error:  # an environment's constructor can raise anything
-        raise UserError(f"--env-id {args.env_id} with {json.dumps(kwargs)}: {type(error).__name__}: {error}") from error
     threads = [EnvThread(env, args.env_timeout) for env in envs]
     threads[0].reset(0)
     return threads
@@ -938,6 +949,8 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Per-token estimates k1, k2, k3 of KL(pi || pi_ref) from tokens of pi (http://joschu.net/blog/kl-approx.html)."""
     logratio = logprobs - ref_logprobs
+    if kind not in ("k1", "k2", "k3"):
+        raise ValueError(f"KL estimator {kind!r}: must be k1, k2 or k3")
     if kind == "k1":
         return logratio
     return logratio.square() / 2 if kind == "k2" else torch.exp(-logratio) - 1 + logratio
@@ -1012,7 +1025,7 @@ class TokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature = temperature
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # the gradient of an unused output comes as None
         out = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
         for part, logprobs, p, target in TokenLogprobs.chunks(hidden, weight.to(hidden.dtype), targets, temperature):
             out[0, part], out[1, part] = logprobs.gather(1, target)[:, 0], -(p * logprobs).sum(-1)
@@ -1023,7 +1036,7 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         cast, grad_hidden, grad_weight = weight.to(hidden.dtype), torch.zeros_like(hidden), torch.zeros_like(weight)
         for part, logprobs, p, target in TokenLogprobs.chunks(hidden, cast, targets, ctx.temperature):
-            grad = torch.zeros_like(p)  # of the logits. d logprob = onehot - p, d entropy = -p * (log p + entropy)
+            grad = torch.zeros_like(p)  # of the logits: d logprob = onehot - p, d entropy = -p * (log p + entropy)
             if grad_entropy is not None:
                 grad -= grad_entropy[part, None] * p * (logprobs - (p * logprobs).sum(-1, keepdim=True))
             if grad_logprobs is not None:
@@ -1045,7 +1058,7 @@ def at_sampled(model: Transformer, tokens, mask, temperature=1.0) -> tuple[Tenso
     The output at t - 1 predicts token t, and values the state before it. Nothing else in this file shifts by one.
     """
     rows, cols = mask.nonzero(as_tuple=True)
-    select = rows * mask.shape[1] + cols - 1  # [n], flat
+    select = rows * mask.shape[1] + cols - 1  # [n], flat; cols >= 1, since a prompt has a token
     spread = lambda flat: flat.new_zeros(mask.shape).masked_scatter(mask, flat)
     if model.head == "scalar":
         return spread(model(tokens, select=select)), None
@@ -1168,14 +1181,12 @@ class RunFolder:
         self.summary = {"status": "failed", "iterations": 0, "update_steps": 0}
         versions = {"python": sys.version} | {m.__name__: m.__version__ for m in (torch, gym, tokenizers)}
         config = {"args": dataclasses.asdict(args), "argv": sys.argv, "versions": versions}
-        try:
+        if self.path.exists():
+            raise UserError(f"--run-name: {self.path} exists; choose another name or delete it")
+        with blame(f"--log-dir {args.log_dir}: cannot write {self.path}"):
             self.path.mkdir(parents=True)
             shutil.copy(__file__, self.path)
             (self.path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        except FileExistsError:
-            raise UserError(f"--run-name: {self.path} exists; choose another name or delete it") from None
-        except OSError as error:
-            raise UserError(f"--log-dir {args.log_dir}: cannot write {self.path} ({error.strerror})") from None
         self.writer = SummaryWriter(self.path)
         self.files = {n: open(self.path / f"{n}.jsonl", "w", encoding="utf-8") for n in ("metrics", "completions")}
 
@@ -1261,7 +1272,7 @@ def optimizer_step(optimizer, model: Transformer, lr: float, max_grad_norm: floa
 
 def shuffled_minibatches(args: Args, samples: int, iteration: int, epoch: int) -> tuple[Tensor, ...]:
     """A new permutation each epoch, a function of (seed, iteration, epoch): there is no generator state to save."""
-    generator = torch.Generator().manual_seed((args.seed * 1_000_003 + iteration) * 1_000_003 + epoch)
+    generator = torch.Generator().manual_seed(((args.seed * 1_000_003 + iteration) * 1_000_003 + epoch) % 2**63)
     return torch.randperm(samples, generator=generator).split(args.train_batch_size)
 
 
@@ -1364,7 +1375,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     warm_start(actor, tokenizer, envs[0], args)
     critic = critic or critic_from(actor)
     reference = copy.deepcopy(actor).requires_grad_(False) if args.kl_coef > 0 else None
-    sampler = rollout_model(actor)
+    sampler, stop_ids = rollout_model(actor), torch.tensor(tokenizer.stop_ids, device=device)
     actor_optimizer, critic_optimizer = make_optimizer(actor, args.actor_lr), make_optimizer(critic, args.critic_lr)
     lr_at = lambda lr, step, total: lr * (1 - (1 - args.lr_end) * step / max(1, total))
     kl_coef, actor_step, critic_step, streak, last_cause = args.kl_coef, 0, 0, {}, None
@@ -1379,7 +1390,6 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         seeds = [iteration * args.rollout_batch_size + i // args.n_samples_per_prompt for i in range(samples)]
         batch = rollout(sampler, tokenizer, envs, seeds, range(samples), args, iteration)
         tokens, mask, lengths = batch.tokens, batch.mask, batch.lengths  # [N, T], [N, T], [N]
-        is_stop = lambda *kinds: torch.tensor([stop in kinds for stop in batch.stop], device=device)  # [N]
         trained_tokens = int(mask.sum())
         clock.append(time.monotonic())
 
@@ -1395,13 +1405,14 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         beyond = torch.arange(mask.shape[1] + 1, device=device) == lengths.to(device)[:, None]  # [N, T + 1]
         longer, longer_mask = F.pad(tokens, (0, 1)), F.pad(mask, (0, 1)) | beyond
         values = over_rollout(critic, longer, longer_mask, lengths + 1, args)
-        bootstrap = values[beyond] * is_stop("length", "env") if args.bootstrap_truncated else None
+        truncated = torch.tensor([stop != "eos" for stop in batch.stop], device=device)  # [N]
+        bootstrap = values[beyond] * truncated if args.bootstrap_truncated else None
         values = values[:, :-1] * mask
 
         # --- Rewards: environment, missing-EOS penalty and reward model on the last token, KL on every token
         # NOTE for forks: shape rewards here.
         rewards, last = batch.rewards.clone(), (torch.arange(samples, device=device), lengths.to(device) - 1)
-        rewards[last] -= args.missing_eos_penalty * is_stop("length")
+        rewards[last] -= args.missing_eos_penalty * ~torch.isin(tokens[last], stop_ids)
         if scorer:
             rewards[last] += over_rollout(scorer, longer, beyond, lengths + 1, args)[beyond]
         scores, kl = rewards.sum(1), (old_logprobs - ref_logprobs).sum(1)  # [N]; log-probs are 0 outside the mask
@@ -1548,7 +1559,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                    f"{explained:.2f}, {seconds:.2f} s")
         if iteration % max(1, args.num_iterations // 5) == 0:
             for i in range(min(2, samples)):
-                tqdm.write(f"       {batch.prompts[i][-60:]!r} -> {batch.texts[i][:200]!r} (reward {scores[i]:g})")
+                tqdm.write(f"       {batch.prompts[i]!r:.80} -> {batch.texts[i]!r:.200} (reward {scores[i]:g})")
         bar.update()
 
     bar.close()

@@ -6,11 +6,37 @@ from unittest import mock
 import pytest
 import torch
 
-SMALL = dict(rollout_batch_size=16, train_batch_size=8, num_iterations=3, sft_steps=0, eval_episodes=1, log_completions=0,
-             env_id="environments:Plain-v0")
-HEALTHY = dict(first_dev=1e-7, last_dev=0.1, post_dev=0.1, out_of_clip=0.1, steps=8, planned=8, skipped=0, early_stop=False,
-               tokens=100, adv_raw_std=0.5, reward_std=0.5, grad_norm=1.0, lr=1e-3, changed_frac=1.0, update_norm=1.0,
-               param_norm=10.0, param_dtype="torch.float32", signed_t=5.0, sampler_diff=1e-7, phase="train")
+SMALL = dict(
+    rollout_batch_size=16,
+    train_batch_size=8,
+    num_iterations=3,
+    sft_steps=0,
+    eval_episodes=1,
+    log_completions=0,
+    env_id="environments:Plain-v0",
+)
+HEALTHY = dict(
+    first_dev=1e-7,
+    last_dev=0.1,
+    post_dev=0.1,
+    out_of_clip=0.1,
+    steps=8,
+    planned=8,
+    skipped=0,
+    early_stop=False,
+    tokens=100,
+    adv_raw_std=0.5,
+    reward_std=0.5,
+    grad_norm=1.0,
+    lr=1e-3,
+    changed_frac=1.0,
+    update_norm=1.0,
+    param_norm=10.0,
+    param_dtype="torch.float32",
+    signed_t=5.0,
+    sampler_diff=1e-7,
+    phase="train",
+)
 
 
 @pytest.fixture
@@ -67,7 +93,12 @@ def empty_mask(ppo, monkeypatch):
 
 
 def fitted_critic(ppo, monkeypatch):
-    wrap(monkeypatch, ppo, "compute_gae", lambda gae, rewards, values, *rest: gae(rewards, torch.ones_like(values), *rest))
+    wrap(
+        monkeypatch,
+        ppo,
+        "compute_gae",
+        lambda gae, rewards, values, *rest: gae(rewards, torch.ones_like(values), *rest),
+    )
 
 
 def bfloat16_weights(ppo, monkeypatch):
@@ -127,9 +158,18 @@ FAULTS = [
     ("optimizer over a copy", optimizer_over_a_copy, {}, "optimizer_noop"),
     ("detached log-probs", detached_logprobs, {}, "no_grad_to_actor"),
     ("recomputed old log-probs", recomputed_old_logprobs, {}, "old_logprob_recomputed"),
-    ("constant reward", nothing, dict(env_id="environments:Constant-v0", env_kwargs='{"reward": 0.0}'), "advantage_zero"),
-    ("constant reward, fitted critic", fitted_critic,
-     dict(env_id="environments:Constant-v0", env_kwargs='{"reward": 1.0}'), "advantage_zero"),
+    (
+        "constant reward",
+        nothing,
+        dict(env_id="environments:Constant-v0", env_kwargs='{"reward": 0.0}'),
+        "advantage_zero",
+    ),
+    (
+        "constant reward, fitted critic",
+        fitted_critic,
+        dict(env_id="environments:Constant-v0", env_kwargs='{"reward": 1.0}'),
+        "advantage_zero",
+    ),
     ("empty mask", empty_mask, {}, "empty_mask"),
     ("all steps skipped", nan_loss, {}, "steps_skipped"),
     ("one update by design", nothing, dict(ppo_epochs=1, train_batch_size=16), "one_update_by_design"),
@@ -174,19 +214,31 @@ def test_a_changed_cause_is_printed_again(ppo, causes, monkeypatch):
     assert [line.split(": ")[2] for line in causes.lines if "ratio: " in line] == ["critic_warmup", "lr_zero"]
 
 
-@pytest.mark.parametrize("changes, expected", [
-    ({}, None),
-    (dict(last_dev=1e-7, post_dev=1e-7, lr=0.0), "lr_zero"),
-    (dict(last_dev=1e-7, phase="critic_warmup", tokens=0), "critic_warmup"),
-    (dict(last_dev=1e-7, post_dev=0.2), "old_logprob_recomputed"),
-    (dict(last_dev=1e-7, post_dev=0.2, steps=1, planned=1), "one_update_by_design"),
-    (dict(last_dev=0.01, first_dev=0.01, post_dev=0.01, signed_t=0.5, param_dtype="torch.bfloat16", changed_frac=0.01),
-     "bf16_underflow"),
-    (dict(last_dev=0.01, first_dev=0.01, post_dev=0.01, signed_t=9.0, param_dtype="torch.bfloat16"), None),
-    (dict(out_of_clip=0.95), "too_tight_clip"),
-    (dict(sampler_diff=0.01), "sampler_mismatch"),
-    (dict(sampler_diff=0.01, first_dev=0.01), "forward_mismatch"),
-])
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, None),
+        (dict(last_dev=1e-7, post_dev=1e-7, lr=0.0), "lr_zero"),
+        (dict(last_dev=1e-7, phase="critic_warmup", tokens=0), "critic_warmup"),
+        (dict(last_dev=1e-7, post_dev=0.2), "old_logprob_recomputed"),
+        (dict(last_dev=1e-7, post_dev=0.2, steps=1, planned=1), "one_update_by_design"),
+        (
+            dict(
+                last_dev=0.01,
+                first_dev=0.01,
+                post_dev=0.01,
+                signed_t=0.5,
+                param_dtype="torch.bfloat16",
+                changed_frac=0.01,
+            ),
+            "bf16_underflow",
+        ),
+        (dict(last_dev=0.01, first_dev=0.01, post_dev=0.01, signed_t=9.0, param_dtype="torch.bfloat16"), None),
+        (dict(out_of_clip=0.95), "too_tight_clip"),
+        (dict(sampler_diff=0.01), "sampler_mismatch"),
+        (dict(sampler_diff=0.01, first_dev=0.01), "forward_mismatch"),
+    ],
+)
 def test_diagnosis_of_signals(ppo, changes, expected):
     diagnosis = ppo.diagnose_ratio(HEALTHY | changes)
     assert diagnosis.cause == expected

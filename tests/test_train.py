@@ -1,5 +1,6 @@
 """The training loop, run for real on the embedded model: what takes effect, what does not change results."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -8,13 +9,20 @@ from unittest import mock
 import pytest
 import torch
 
-SMALL = dict(num_iterations=2, rollout_batch_size=8, n_samples_per_prompt=2, train_batch_size=8, sft_steps=0,
-             eval_episodes=2, ppo_epochs=2, env_id="environments:Plain-v0")
+SMALL = dict(
+    num_iterations=2,
+    rollout_batch_size=8,
+    n_samples_per_prompt=2,
+    train_batch_size=8,
+    sft_steps=0,
+    eval_episodes=2,
+    env_id="environments:Plain-v0",
+)
 
 
 @pytest.fixture
 def run(ppo, tmp_path, monkeypatch):
-    """run(**flags) trains and returns (summary, metrics rows, folder); run.models and run.steps see what happened inside."""
+    """run(**flags) trains, returns (summary, metrics rows, folder); run.models, run.steps, run.batches look inside."""
     monkeypatch.setattr(ppo, "SummaryWriter", lambda path: mock.Mock())  # its files cost more than the runs
     original_step, original_rollout = ppo.optimizer_step, ppo.rollout
 
@@ -47,15 +55,22 @@ def weights(model):
 
 
 def without_clock(rows):
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/")) and k != "charts/SPS"} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/")) and k != "charts/SPS"} for row in rows
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_optimizer_steps_of_a_run_are_those_of_the_plan(ppo, run, seed):
     rng = random.Random(seed)
-    flags = dict(rollout_batch_size=rng.choice([4, 6, 12]), n_samples_per_prompt=rng.choice([1, 2, 4]),
-                 ppo_epochs=rng.randint(1, 3), critic_epochs=rng.choice([None, 1, 3]),
-                 critic_warmup_iterations=rng.randint(0, 2), num_iterations=2)
+    flags = dict(
+        rollout_batch_size=rng.choice([4, 6, 12]),
+        n_samples_per_prompt=rng.choice([1, 2, 4]),
+        ppo_epochs=rng.randint(1, 3),
+        critic_epochs=rng.choice([None, 1, 3]),
+        critic_warmup_iterations=rng.randint(0, 2),
+        num_iterations=2,
+    )
     flags["train_batch_size"] = flags["rollout_batch_size"] * flags["n_samples_per_prompt"] // rng.choice([1, 2])
     plan = ppo.plan_steps(ppo.Args(**flags))
     summary, _, _ = run(**flags)
@@ -70,10 +85,20 @@ def test_plan_equals_a_count_of_the_loops_for_random_settings(ppo):
         prompts, n, epochs, critic_epochs = rng.randint(1, 64), rng.randint(1, 8), rng.randint(1, 5), rng.randint(1, 5)
         iterations, warmup = rng.randint(1, 9), rng.randint(0, 9)
         batch = rng.choice([b for b in range(1, prompts * n + 1) if prompts * n % b == 0])
-        plan = ppo.plan_steps(ppo.Args(rollout_batch_size=prompts, n_samples_per_prompt=n, ppo_epochs=epochs,
-                                       critic_epochs=critic_epochs, train_batch_size=batch, num_iterations=iterations,
-                                       critic_warmup_iterations=warmup))
-        actor = sum(1 for i in range(iterations) if i >= warmup for _ in range(epochs) for _ in range(0, prompts * n, batch))
+        plan = ppo.plan_steps(
+            ppo.Args(
+                rollout_batch_size=prompts,
+                n_samples_per_prompt=n,
+                ppo_epochs=epochs,
+                critic_epochs=critic_epochs,
+                train_batch_size=batch,
+                num_iterations=iterations,
+                critic_warmup_iterations=warmup,
+            )
+        )
+        actor = sum(
+            1 for i in range(iterations) if i >= warmup for _ in range(epochs) for _ in range(0, prompts * n, batch)
+        )
         critic = sum(1 for _ in range(iterations) for _ in range(critic_epochs) for _ in range(0, prompts * n, batch))
         assert (plan.actor_steps_total, plan.critic_steps_total) == (actor, critic)
 
@@ -162,7 +187,7 @@ def test_ref_sync_moves_the_reference_only_when_asked(run):
 
 def test_adaptive_kl_follows_the_formula(run):
     _, rows, _ = run(num_iterations=3, kl_coef=0.1, kl_target=1e-6, kl_horizon=100)
-    for row, following in zip(rows, rows[1:], strict=False):
+    for row, following in itertools.pairwise(rows):
         error = max(-0.2, min(0.2, row["objective/kl"] / 1e-6 - 1))
         assert following["objective/kl_coef"] == pytest.approx(row["objective/kl_coef"] * (1 + error * 16 / 100))
 
@@ -170,7 +195,9 @@ def test_adaptive_kl_follows_the_formula(run):
 def test_kl_in_reward_lowers_rewards_and_kl_in_loss_does_not(ppo, run, monkeypatch):
     seen = []
     original = ppo.compute_gae
-    monkeypatch.setattr(ppo, "compute_gae", lambda rewards, *rest: seen.append(rewards.clone()) or original(rewards, *rest))
+    monkeypatch.setattr(
+        ppo, "compute_gae", lambda rewards, *rest: seen.append(rewards.clone()) or original(rewards, *rest)
+    )
     run(kl_coef=5.0)
     batch = run.batches[3]
     assert not torch.equal(seen[1], batch.rewards) and torch.equal(seen[1][~batch.mask], batch.rewards[~batch.mask])
@@ -182,7 +209,9 @@ def test_kl_in_reward_lowers_rewards_and_kl_in_loss_does_not(ppo, run, monkeypat
 def test_missing_eos_penalty_falls_on_rows_cut_by_length(ppo, run, monkeypatch):
     seen = []
     original = ppo.compute_gae
-    monkeypatch.setattr(ppo, "compute_gae", lambda rewards, *rest: seen.append(rewards.clone()) or original(rewards, *rest))
+    monkeypatch.setattr(
+        ppo, "compute_gae", lambda rewards, *rest: seen.append(rewards.clone()) or original(rewards, *rest)
+    )
     run(missing_eos_penalty=0.5, num_iterations=1, max_new_tokens=4)
     batch = run.batches[2]
     cut = torch.tensor([stop == "length" for stop in batch.stop])
@@ -197,7 +226,7 @@ def test_bootstrap_is_the_value_after_the_last_token_of_truncated_rows_only(ppo,
     original = ppo.compute_gae
     monkeypatch.setattr(ppo, "compute_gae", lambda *a: seen.append((a, dict(run.models))) or original(*a))
     run(bootstrap_truncated=True, max_new_tokens=4)
-    arguments, models = seen[1]
+    arguments, _models = seen[1]
     batch, bootstrap = run.batches[3], arguments[-1]
     assert bootstrap.shape == (16,) and bootstrap.abs().sum() > 0
     assert all((value == 0) == (stop == "eos") for value, stop in zip(bootstrap, batch.stop, strict=True))
@@ -268,8 +297,14 @@ def test_learning_rates_fall_linearly_to_their_end(run):
 
 def test_run_folder_holds_what_it_should(ppo, run):
     summary, rows, folder = run(eval_every=1, log_completions=3)
-    assert {path.name for path in folder.iterdir()} >= {"config.json", "summary.json", "metrics.jsonl", "completions.jsonl",
-                                                        "model", f"{ppo.__name__}.py"}
+    assert {path.name for path in folder.iterdir()} >= {
+        "config.json",
+        "summary.json",
+        "metrics.jsonl",
+        "completions.jsonl",
+        "model",
+        f"{ppo.__name__}.py",
+    }
     assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
     for when in ("eval_before", "eval_after"):
         assert set(summary[when]) == {"accuracy", "greedy_accuracy", "reward", "response_tokens"}
