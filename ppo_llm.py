@@ -64,6 +64,9 @@ from tqdm import tqdm
 class UserError(ValueError):
     """Something the user can mend: shown as one line without a traceback, exit code 2."""
 
+    def __str__(self):
+        return " ".join(super().__str__().split())
+
 
 @contextlib.contextmanager
 def blame(what: str):
@@ -73,8 +76,7 @@ def blame(what: str):
     except UserError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split()) or "no further message"
-        raise UserError(f"{what} ({type(error).__name__}: {reason:.300})") from error
+        raise UserError(f"{what} ({type(error).__name__}: {error!s:.300})") from error
 
 
 # === 1. Arguments ===
@@ -256,7 +258,7 @@ class HFTokenizer:
             raise UserError(f"{folder}: no eos token in config.json, generation_config.json or tokenizer_config.json")
         self.eos_id = self.stop_ids[0] if eos is None else eos  # ends demonstrations
         self.pad_id = self.eos_id if pad is None else pad  # may be an eos: nothing is ever inferred from it
-        self.vocab_size = max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(*self.tokenizer.get_vocab(with_added_tokens=True).values(), *self.stop_ids) + 1
 
         template = self.files.get("chat_template.jinja", settings.get("chat_template"))
         if isinstance(template, list):  # several, by name
@@ -690,7 +692,7 @@ class Engine:
         first = {}  # samples of one prompt share a prefill: the first of them runs, the others copy its row
         keys = [slot if self.cached[slot] else tuple(self.ids[slot]) for slot in slots]
         leader = [first.setdefault(key, i) for i, key in enumerate(keys)]
-        for part in tensor([*first.values()]).split(max(1, self.args.micro_batch_tokens // width)):
+        for part in tensor([*first.values()]).split(max(1, self.args.micro_batch_tokens // width)) if width > 1 else ():
             self.cache.look_at(live, rows[part])
             self.actor(tokens[part, :-1], positions[part, :-1], self.cache, select=rows[:0])  # for the cache, no logits
         if len(first) < len(slots):
@@ -797,7 +799,9 @@ class SortDigits(gym.Env):
     """Prompt "52814=", right answer "12458". A tenth of the strings, by their CRC, is the held-out test split."""
 
     def __init__(self, split: Literal["train", "test"] = "train", digits: int = 5):
-        self.test, self.digits = {"train": False, "test": True}[split], digits
+        if split not in ("train", "test") or digits < 1:
+            raise ValueError(f"split {split!r}, digits {digits}: split must be train or test, digits at least 1")
+        self.test, self.digits = split == "test", digits
 
     def reset(self, *, seed=None, options=None):
         rng, text = random.Random(seed), ""
@@ -821,11 +825,13 @@ def load_gsm8k(path: str) -> list[tuple[str, str, float]]:
     """(question, answer, number) of each line of GSM8K's JSONL (https://github.com/openai/grade-school-math)."""
     rows = []
     for i, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line.decode("utf-8"))
             rows.append((row["question"], row["answer"], parse_number(row["answer"])))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {i}: not a JSON object with question and answer ({error!r})") from None
+            raise ValueError(f"{path}, line {i}: not a UTF-8 JSON object with question, answer ({error!r})") from None
         if rows[-1][2] is None:
             raise ValueError(f"{path}, line {i}: the answer does not end in '#### number'")
     if not rows:
@@ -928,7 +934,7 @@ def prompt_ids(tokenizer: HFTokenizer, prompt: str, args: Args) -> list[int]:
     """Ids of a prompt. Raises UserError if it has none, or more than max_prompt_tokens."""
     ids = tokenizer.encode_prompt(prompt)
     if not 1 <= len(ids) <= args.max_prompt_tokens:
-        raise UserError(f"--max-prompt-tokens {args.max_prompt_tokens}: prompt {prompt!r:.80} has {len(ids)} tokens")
+        raise UserError(f"--max-prompt-tokens {args.max_prompt_tokens}: {len(ids)} tokens in prompt {prompt!r:.80}")
     return ids
 
 
@@ -1181,9 +1187,9 @@ class RunFolder:
         self.summary = {"status": "failed", "iterations": 0, "update_steps": 0}
         versions = {"python": sys.version} | {m.__name__: m.__version__ for m in (torch, gym, tokenizers)}
         config = {"args": dataclasses.asdict(args), "argv": sys.argv, "versions": versions}
-        if self.path.exists():
-            raise UserError(f"--run-name: {self.path} exists; choose another name or delete it")
         with blame(f"--log-dir {args.log_dir}: cannot write {self.path}"):
+            if self.path.exists():
+                raise UserError(f"--run-name: {self.path} exists; choose another name or delete it")
             self.path.mkdir(parents=True)
             shutil.copy(__file__, self.path)
             (self.path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -1357,7 +1363,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             raise UserError(f"--{flag}: the model's vocabulary of {sizes}")
         if args.max_prompt_tokens + args.max_new_tokens > (context := model.config.max_position_embeddings):
             sizes = f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens {args.max_new_tokens}"
-            raise UserError(f"{sizes}: must be at most {context}, the context of --{flag}")
+            raise UserError(f"{sizes}: must be at most the context of --{flag}, {context} tokens")
     critic, scorer = models.get("critic-model"), models.get("reward-model")
     if scorer and not scorer.score.weight.any():
         raise UserError(f"--reward-model {args.reward_model}: has no score.weight, is no sequence classifier")

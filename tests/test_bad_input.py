@@ -90,7 +90,7 @@ def test_command_line_with_a_reward_that_becomes_nan_during_training(ppo, tmp_pa
     flags = ("--env-id", "environments:Constant-v0", "--env-kwargs", kwargs, "--run-name", "mine")
     code, text = run(ppo, tmp_path, *flags)
     assert code == 2
-    for part in ("Constant-v0", "sample 2 with seed 6", "prompt 'ab='", "reward nan"):
+    for part in ("Constant-v0", "sample 2 with seed 6", "prompt 'ab='", "('', nan, "):
         assert part in text
     summary = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())
     assert summary["status"] == "failed" and summary["iterations"] == 1
@@ -150,7 +150,7 @@ def test_flag_out_of_range(ppo, tmp_path, name, value):
     refuse(ppo, tmp_path, f"--{name.replace('_', '-')} {value}", **{name: value})
 
 
-@pytest.mark.parametrize("seed", [20240229, 2**31])
+@pytest.mark.parametrize("seed", [20240229, 2**31 - 1])
 def test_seed_like_a_date_works(ppo, tmp_path, seed):
     assert train(ppo, tmp_path, seed=seed)["status"] == "completed"
 
@@ -168,7 +168,7 @@ def test_flags_that_contradict_each_other(ppo, tmp_path, flag, changes):
 
 def test_sizes_that_do_not_divide_name_the_nearest_that_do(ppo, tmp_path):
     sizes = {"rollout_batch_size": 6, "n_samples_per_prompt": 4, "train_batch_size": 7}
-    refuse(ppo, tmp_path, "--train-batch-size 7", "24 samples", "[6, 8]", **sizes)
+    refuse(ppo, tmp_path, "--train-batch-size 7", "24 samples", "6 or 8", **sizes)
     refuse(ppo, tmp_path, "--train-batch-size 25", "24", **sizes | {"train_batch_size": 25})
 
 
@@ -215,8 +215,8 @@ def test_evaluation_environment_that_cannot_be_made(ppo, tmp_path):
 
 
 @pytest.mark.parametrize(("attribute", "returns", "part"), [
-    ("reset", ("prompt",), "reset() returned 1 values"), ("reset", "prompt", "reset() returned str values"),
-    ("reset", (b"prompt", {}), "reset() returned bytes"), ("reset", ("", {}), "0 tokens"),
+    ("reset", ("prompt",), "reset() returned ('prompt',)"), ("reset", "prompt", "reset() returned 'prompt'"),
+    ("reset", (b"prompt", {}), "reset() returned (b'prompt', {})"), ("reset", ("", {}), "0 tokens"),
 ])
 def test_environment_whose_reset_is_wrong(ppo, tmp_path, monkeypatch, attribute, returns, part):
     monkeypatch.setattr(environments.TextEnv, attribute, lambda self, *, seed=None, options=None: returns)
@@ -228,8 +228,8 @@ def test_prompt_that_is_too_long(ppo, tmp_path):
 
 
 @pytest.mark.parametrize(("env", "part"), [
-    ("RewardInf", "reward inf"), ("RewardNone", "reward None"), ("RewardString", "reward '1.0'"),
-    ("Raises", "RuntimeError: the judge is out of order"), ("FourValues", "step() returned 4 values"),
+    ("RewardInf", "('', inf, "), ("RewardNone", "('', None, "), ("RewardString", "('', '1.0', "),
+    ("Raises", "RuntimeError: the judge is out of order"), ("FourValues", "step() returned ('', 1.0, True, {})"),
 ])
 def test_environment_that_fails_during_training(ppo, tmp_path, env, part):
     where = re.escape(f"environment {env}-v0, sample 0 with seed 0, prompt 'ab='")
@@ -287,7 +287,7 @@ def checkpoint(ppo, path, edit=None, tensors=None, files=None, alphabet="0123456
     raw = {"model_type": "llama", "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
            "num_attention_heads": 2, "max_position_embeddings": 64, "eos_token_id": 1} | changes
     config = ppo.ModelConfig.from_hf(raw)
-    ppo.save_hf_checkpoint(ppo.Transformer(config).init_weights(), config, tokenizer, path)
+    ppo.save_hf_checkpoint(ppo.Transformer(config), config, tokenizer, path)
     if edit:
         raw = json.loads((path / "config.json").read_text()) | edit
         raw = {key: value for key, value in raw.items() if value is not None}

@@ -368,9 +368,9 @@ def test_several_stop_ids(ppo, tokenizer):
 
 
 @pytest.mark.parametrize(("env", "reason"), [
-    ("RewardNaN", "reward nan"), ("RewardInf", "reward inf"), ("RewardNone", "reward None"),
-    ("RewardString", "reward '1.0'"), ("Raises", "RuntimeError: the judge is out of order"),
-    ("Hangs", "--env-timeout 0.2"), ("FourValues", "4 values"),
+    ("RewardNaN", "('', nan, "), ("RewardInf", "('', inf, "), ("RewardNone", "('', None, "),
+    ("RewardString", "('', '1.0', "), ("Raises", "RuntimeError: the judge is out of order"),
+    ("Hangs", "--env-timeout 0.2"), ("FourValues", "('', 1.0, True, {})"),
 ])
 def test_failure_names_environment_sample_seed_and_prompt(ppo, tokenizer, env, reason):
     with pytest.raises(ppo.UserError) as error:
@@ -387,5 +387,5 @@ def test_failure_names_its_own_sample_among_others(ppo, tokenizer):
 
 
 def test_prompt_that_is_too_long_names_flag_and_prompt(ppo, tokenizer):
-    with pytest.raises(ppo.UserError, match=r"--max-prompt-tokens 39: the prompt 'abcdef.* has 40 tokens"):
+    with pytest.raises(ppo.UserError, match=r"--max-prompt-tokens 39: 40 tokens in prompt 'abcdef"):
         run(ppo, random_model(ppo, tokenizer), tokenizer, "Lengths", max_prompt_tokens=39)
