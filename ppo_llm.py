@@ -42,6 +42,7 @@ import shutil
 import sys
 import threading
 import time
+import types
 import zlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -162,12 +163,10 @@ def plan_steps(args: Args, world_size: int = 1) -> Plan:
         divisors = sorted((d for d in range(1, samples + 1) if samples % d == 0), key=lambda d: abs(d - batch))
         raise UserError(f"--train-batch-size {batch}: must divide the {samples} samples of an iteration (rollout batch "
                         f"size x samples per prompt); nearest valid: {' or '.join(map(str, sorted(divisors[:2])))}")
-    minibatches = samples // batch
-    actor_steps = minibatches * args.ppo_epochs
-    critic_steps = minibatches * (args.critic_epochs or args.ppo_epochs)
-    actor_total = actor_steps * max(0, args.num_iterations - args.critic_warmup_iterations)
-    totals = actor_total, critic_steps * args.num_iterations, samples * args.num_iterations
-    return Plan(samples, minibatches, actor_steps, critic_steps, *totals)
+    minibatches, trained = samples // batch, max(0, args.num_iterations - args.critic_warmup_iterations)
+    actor, critic = minibatches * args.ppo_epochs, minibatches * (args.critic_epochs or args.ppo_epochs)
+    totals = actor * trained, critic * args.num_iterations, samples * args.num_iterations
+    return Plan(samples, minibatches, actor, critic, *totals)
 
 
 def validate(args: Args) -> Plan:
@@ -229,10 +228,6 @@ class HFTokenizer:
 
     def __init__(self, folder: str | Path, files: dict[str, str] | None = None):
         self.folder = folder = Path(folder)
-        with blame(f"{folder}: the tokenizer's files are malformed"):
-            self._load(folder, files)
-
-    def _load(self, folder: Path, files: dict[str, str] | None) -> None:
         names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                  "generation_config.json", "config.json")
         self.files = files or {n: read_text(folder / n) for n in names if (folder / n).is_file()}
@@ -344,11 +339,6 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: dict, path: str | Path = "config.json") -> ModelConfig:
         """Read a config.json of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
-        with blame(f"{path}: malformed"):
-            return cls._from_hf(raw, path)
-
-    @classmethod
-    def _from_hf(cls, raw: dict, path: str | Path) -> ModelConfig:
         kind, rope = raw.get("model_type"), raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         for key, value, supported in [
@@ -450,7 +440,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, head: Literal["lm", "scalar"] = "lm"):
         super().__init__()
-        self.config, self.head, self.compute_dtype = config, head, torch.float32
+        self.config, self.head, self.autocast_dtype = config, head, None
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers)),
@@ -482,16 +472,16 @@ class Transformer(nn.Module):
             G = self.config.num_attention_heads // self.config.num_key_value_heads
             # Repeated as a whole, since Attention folds [G, T] queries in this order: mask [B, 1, G * T, S].
             context += (cache, positions, cache.mask(positions).repeat(1, G, 1)[:, None])
-        with torch.autocast(tokens.device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32):
+        with torch.autocast(tokens.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             x = self.model.embed_tokens(tokens)  # [B, T, hidden]
             for block in self.model.layers:
                 x = block(x, *context)
             x = self.model.norm(x).flatten(0, 1)  # [B * T, hidden]
-            x = x if select is None else x[select]
-            if targets is not None:
-                x = x if self.compute_dtype == torch.float32 else x.to(self.compute_dtype)
-                return token_logprobs(x, self.lm_head.weight, targets, temperature)
-            out = self.lm_head(x) if self.head == "lm" else self.score(x)[:, 0].float()
+        x = x if select is None else x[select]  # [n, hidden]
+        if targets is not None:
+            return token_logprobs(x.to(self.autocast_dtype or x.dtype), self.lm_head.weight, targets, temperature)
+        # Values and rewards in fp32: bfloat16 would round them by more than the value clip resolves.
+        out = self.lm_head(x) if self.head == "lm" else x.float() @ self.score.weight[0].float()
         return out if select is not None else out.unflatten(0, (B, T))
 
 
@@ -512,35 +502,27 @@ def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm") -> tu
 
     With head="scalar" an lm head in the files is passed over, and a missing score head starts from zeros.
     """
-    path, json_path, index = Path(path), Path(path) / "config.json", Path(path) / "model.safetensors.index.json"
-    config, files = ModelConfig.from_hf(parse_json(read_text(json_path), json_path), json_path), ["model.safetensors"]
+    path = Path(path)
+    json_path, index, files = path / "config.json", path / "model.safetensors.index.json", ["model.safetensors"]
+    with blame(f"{json_path}: malformed"), torch.device("meta"):
+        config = ModelConfig.from_hf(parse_json(read_text(json_path), json_path), json_path)
+        model = Transformer(config, head)
     if index.is_file():
         with blame(f"{index}: has no weight_map of file names"):
             files = sorted({str(file) for file in parse_json(read_text(index), index)["weight_map"].values()})
-    with torch.device("meta"), blame(f"{json_path}: these sizes make no model"):
-        model = Transformer(config, head)
-    shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    passed_over = {"score.weight" if head == "lm" else "lm_head.weight"}
+    state, passed_over = {}, ["rotary_emb.inv_freq", "score.weight" if head == "lm" else "lm_head.weight"]
     if config.tie_word_embeddings:
-        passed_over.add("lm_head.weight")
-    state = {}
+        passed_over.append("lm_head.weight")
     for file in files:
-        with blame(f"{path / file}: missing or corrupt; only safetensors are read"), \
-                safetensors.safe_open(path / file, framework="pt", device=str(device)) as tensors:
-            for name in set(tensors.keys()) - passed_over:
-                if name.endswith("rotary_emb.inv_freq"):
-                    continue
-                shape, expected = tuple(tensors.get_slice(name).get_shape()), shapes.get(name, "no such tensor")
-                if shape != expected:
-                    raise UserError(f"{path / file}: tensor {name} has shape {shape}, expected {expected}")
-                state[name] = tensors.get_tensor(name).to(dtype)
+        with blame(f"{path / file}: missing or corrupt; only safetensors are read"):
+            tensors = safetensors.torch.load_file(path / file, device=str(device))
+        state |= {name: x.to(dtype) for name, x in tensors.items() if not name.endswith(tuple(passed_over))}
     if head == "scalar":
-        state.setdefault("score.weight", torch.zeros(shapes["score.weight"], dtype=dtype, device=device))
+        state.setdefault("score.weight", torch.zeros(1, config.hidden_size, dtype=dtype, device=device))
     elif config.tie_word_embeddings and "model.embed_tokens.weight" in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    if missing := sorted(shapes.keys() - state.keys()):
-        raise UserError(f"{path}: the weights lack tensor {missing[0]} ({len(missing)} missing in all)")
-    model.load_state_dict(state, assign=True)
+    with blame(f"{path}: the weights do not fit config.json"):
+        model.load_state_dict(state, assign=True)  # names the tensors that are missing, unknown or of another shape
     model.tie_weights()  # `assign` has untied them
     return model.to(device), config
 
@@ -657,8 +639,8 @@ class Engine:
         # By slot, on the device: the sample it holds, the row's length and limit, whether the row decodes.
         self.sample, self.length, self.limit = zeros(3, B, dtype=torch.int64)
         self.alive, self.stop_ids = zeros(B, dtype=torch.bool), torch.tensor(tokenizer.stop_ids, device=weight.device)
-        # By slot, on the host: sample, token ids, how many are cached, where the turn begins, where the row must end.
-        self.holds, self.ids, self.cached, self.turn_start, self.bound = ([0] * B for _ in range(5))
+        # By slot, on the host: sample, its token ids, how many of them are in the cache, how many are the prompt.
+        self.holds, self.ids, self.cached, self.prompt_length = ([0] * B for _ in range(4))
         self.waiting, self.decoding, self.pending = [], [], {}  # slots to prefill, slots to decode, {slot: step()}
         self.counts = collections.Counter()
 
@@ -668,8 +650,8 @@ class Engine:
         for slot, sample in samples.items():
             prompt, _ = self.envs[slot].result(futures[slot], f"seed {self.seeds[sample]}")
             ids = prompt_ids(self.tokenizer, prompt, self.args)
-            self.prompts[sample], self.holds[slot], self.ids[slot], self.cached[slot] = prompt, sample, ids, 0
-            self.turn_start[slot], self.bound[slot] = len(ids), len(ids) + self.args.max_new_tokens
+            self.prompts[sample], self.holds[slot] = prompt, sample
+            self.ids[slot], self.cached[slot], self.prompt_length[slot] = ids, 0, len(ids)
             self.waiting.append(slot)
 
     @torch.no_grad()
@@ -682,22 +664,24 @@ class Engine:
         width, live = max(map(len, new)), max(len(self.ids[slot]) for slot in slots)
         tokens, rows = tensor([ids + [0] * (width - len(ids)) for ids in new]), tensor(slots)  # [B, T], [B]
         positions = tensor([[self.cached[slot]] for slot in slots]) + torch.arange(width, device=rows.device)  # [B, T]
-        registers = tensor([[self.holds[slot], len(self.ids[slot]), self.bound[slot]] for slot in slots])
-        self.sample[rows], self.length[rows], self.limit[rows] = registers.unbind(1)
+        sample, length, prompt = tensor([(self.holds[i], len(self.ids[i]), self.prompt_length[i]) for i in slots]).T
+        self.sample[rows], self.length[rows], self.limit[rows] = sample, length, prompt + self.args.max_new_tokens
         self.alive[rows] = True
-        sample, length = registers[:, :1], registers[:, 1:2]
-        # Tokens go to cached .. length - 1, keys to cached .. length - 2; padding goes to scratch.
-        self.tokens[sample, torch.where(positions < length, positions, self.S)] = tokens
-        positions = torch.where(positions < length - 1, positions, self.S)
+        # Tokens go to cached .. length - 1, their keys to cached .. length - 2; padding goes to scratch.
+        token_positions = torch.where(positions < length[:, None], positions, self.S)
+        cache_positions = torch.where(positions < length[:, None] - 1, positions, self.S)
+        self.tokens[sample[:, None], token_positions] = tokens
         first = {}  # samples of one prompt share a prefill: the first of them runs, the others copy its row
-        keys = [slot if self.cached[slot] else tuple(self.ids[slot]) for slot in slots]
-        leader = [first.setdefault(key, i) for i, key in enumerate(keys)]
+        shared = [slot if self.cached[slot] else tuple(self.ids[slot]) for slot in slots]  # later turns share nothing
+        leader = [first.setdefault(key, i) for i, key in enumerate(shared)]
         for part in tensor([*first.values()]).split(max(1, self.args.micro_batch_tokens // width)) if width > 1 else ():
             self.cache.look_at(live, rows[part])
-            self.actor(tokens[part, :-1], positions[part, :-1], self.cache, select=rows[:0])  # for the cache, no logits
+            self.actor(tokens[part, :-1], cache_positions[part, :-1], self.cache, select=rows[:0])  # no logits wanted
         if len(first) < len(slots):
             for buffer in self.cache.layers:
                 buffer[:, rows, :, :live] = buffer[:, rows[leader], :, :live]
+        for slot in slots:
+            self.cached[slot] = len(self.ids[slot]) - 1
         self.counts["prefill_tokens"] += sum(len(new[i]) - 1 for i in first.values())
 
     def decode_step(self) -> Tensor:
@@ -727,45 +711,48 @@ class Engine:
             for token in block[slot]:
                 self.ids[slot].append(token)
                 self.counts["useful_row_steps"] += 1
-                if token in self.tokenizer.stop_ids or len(self.ids[slot]) == self.bound[slot]:
+                if token in self.tokenizer.stop_ids or self.room(slot) == 0:
                     ended.append(slot)
                     break
         self.decoding = sorted(set(self.decoding) - set(ended))
         self.counts["decode_steps"] += self.K
         return ended
 
+    def room(self, slot: int) -> int:
+        """How many more tokens the row of `slot` may take."""
+        return self.prompt_length[slot] + self.args.max_new_tokens - len(self.ids[slot])
+
     def submit_turn(self, slot: int) -> None:
         """Hand a finished turn to its environment, which works beside the decoding of other rows."""
-        text = self.tokenizer.decode(self.ids[slot][self.turn_start[slot] :])
-        self.pending[slot] = self.envs[slot].submit("step", text)
+        turn = self.ids[slot][self.cached[slot] + 1 :]
+        self.pending[slot] = self.envs[slot].submit("step", self.tokenizer.decode(turn))
 
     def finish_turn(self, slot: int) -> None:
         """Book a turn's reward; then queue the environment's text for the next turn, or end the sample."""
-        sample, ids, n, feedback = self.holds[slot], self.ids[slot], len(self.ids[slot]), []
+        sample, ids, feedback = self.holds[slot], self.ids[slot], []
         where = f"sample {sample} with seed {self.seeds[sample]}, prompt {self.prompts[sample]!r:.80}"
         text, reward, terminated, truncated, info = self.envs[slot].result(self.pending.pop(slot), where)
-        self.rewards[sample, n - 1] = float(reward)
-        if ids[-1] not in self.tokenizer.stop_ids:
+        self.rewards[sample, len(ids) - 1] = float(reward)
+        if ids[-1] not in self.tokenizer.stop_ids:  # cut in mid-turn, whatever the environment makes of it
             stop = "length"
         elif terminated or truncated:
             stop = "eos" if terminated else "env"
         else:
             feedback = self.tokenizer.encode_feedback(text)
-            stop = "length" if n + len(feedback) >= self.bound[slot] else ""
+            stop = "" if len(feedback) < self.room(slot) else "length"
         if not stop:
-            # Cached are n - 1 tokens: the newest never is.
-            self.ids[slot], self.cached[slot], self.turn_start[slot] = ids + feedback, n - 1, n + len(feedback)
+            self.cached[slot], self.ids[slot] = len(ids) - 1, ids + feedback  # the newest token is not in the cache
             self.waiting.append(slot)
             return
-        self.stop[sample], self.lengths[sample] = stop, n
-        self.texts[sample] = self.tokenizer.decode(ids[self.bound[slot] - self.args.max_new_tokens :])
+        self.stop[sample], self.lengths[sample] = stop, len(ids)
+        self.texts[sample] = self.tokenizer.decode(ids[self.prompt_length[slot] :])
         self.success[sample] = bool(info.get("success", float(self.rewards[sample].sum()) > 0))
 
     def result(self) -> Rollout:
         T, counts = max(self.lengths), self.counts
         stats = {f"rollout/{name}": counts[name] for name in ("decode_steps", "prefill_tokens")}
         stats["rollout/slot_occupancy"] = counts["useful_row_steps"] / counts["row_steps"]
-        return Rollout(self.tokens[:, :T], self.mask[:, :T], self.logprobs[:, :T] * self.mask[:, :T],
+        return Rollout(self.tokens[:, :T], self.mask[:, :T], self.logprobs[:, :T],
                        self.rewards[:, :T].to(self.mask.device), torch.tensor(self.lengths), self.stop, self.texts,
                        stats, self.prompts, self.success)
 
@@ -825,15 +812,10 @@ def load_gsm8k(path: str) -> list[tuple[str, str, float]]:
     """(question, answer, number) of each line of GSM8K's JSONL (https://github.com/openai/grade-school-math)."""
     rows = []
     for i, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-            rows.append((row["question"], row["answer"], parse_number(row["answer"])))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {i}: not a UTF-8 JSON object with question, answer ({error!r})") from None
-        if rows[-1][2] is None:
-            raise ValueError(f"{path}, line {i}: the answer does not end in '#### number'")
+        if line.strip():
+            with blame(f"{path}, line {i}: must be UTF-8 JSON with a question, and an answer ending in '#### number'"):
+                row = json.loads(line.decode("utf-8"))
+                rows.append((row["question"], row["answer"], float(parse_number(row["answer"]))))
     if not rows:
         raise ValueError(f"{path}: is empty")
     return rows
@@ -910,8 +892,8 @@ class EnvThread:
 
 
 def is_finite_number(x) -> bool:
-    with contextlib.suppress(TypeError, ValueError):
-        return not isinstance(x, str) and math.isfinite(x)
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        return math.isfinite(x)
     return False
 
 
@@ -923,7 +905,6 @@ def make_envs(args: Args, count: int, evaluation: bool = False) -> list[EnvThrea
         kwargs |= json.loads(args.eval_env_kwargs)
     with blame(f"--env-id {args.env_id} with arguments {json.dumps(kwargs)}"):
         envs = [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
-        inspect.signature(envs[0].unwrapped.reset).bind(seed=0)
         inspect.signature(envs[0].unwrapped.step).bind("response")
     threads = [EnvThread(env, args.env_timeout) for env in envs]
     threads[0].reset(0)
@@ -955,11 +936,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Per-token estimates k1, k2, k3 of KL(pi || pi_ref) from tokens of pi (http://joschu.net/blog/kl-approx.html)."""
     logratio = logprobs - ref_logprobs
-    if kind not in ("k1", "k2", "k3"):
-        raise ValueError(f"KL estimator {kind!r}: must be k1, k2 or k3")
-    if kind == "k1":
-        return logratio
-    return logratio.square() / 2 if kind == "k2" else torch.exp(-logratio) - 1 + logratio
+    return {"k1": logratio, "k2": logratio.square() / 2, "k3": torch.exp(-logratio) - 1 + logratio}[kind]
 
 
 def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tuple[Tensor, Tensor]:
@@ -1082,13 +1059,19 @@ def microbatches(indices: Tensor, lengths: Tensor, token_budget: int) -> list[Te
     return groups
 
 
+def crop(rows: Tensor, lengths: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Rows of tensors [N, T], cut to the longest of them: [b, t]."""
+    width = int(lengths[rows].max())
+    return [x[rows, :width] for x in tensors]
+
+
 @torch.no_grad()
 def over_rollout(model: Transformer, tokens: Tensor, mask: Tensor, lengths: Tensor, args: Args) -> Tensor:
     """Log-probs or values of `at_sampled` for all rows, in microbatches and without gradient: [N, T]."""
     out = torch.zeros(mask.shape, device=mask.device)
     for rows in microbatches(torch.arange(len(lengths)), lengths, args.micro_batch_tokens):
-        width = int(lengths[rows].max())
-        out[rows, :width], _ = at_sampled(model, tokens[rows, :width], mask[rows, :width], args.temperature)
+        mb_tokens, mb_mask = crop(rows, lengths, tokens, mask)
+        out[rows, : mb_mask.shape[1]], _ = at_sampled(model, mb_tokens, mb_mask, args.temperature)
     return out
 
 
@@ -1105,7 +1088,7 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     tokens; adv_raw_std, reward_std; grad_norm, lr; changed_frac, update_norm, param_norm, param_dtype of its weights;
     signed_t: t value of sign(advantage) * (post - old log-prob); sampler_diff: mean |sampler's - trainer's log-prob|.
     """
-    s = collections.namedtuple("Signals", signals)(**signals)
+    s = types.SimpleNamespace(**signals)
     noise, relative_update = 2 * max(s.first_dev, 1e-6), s.update_norm / max(s.param_norm, 1e-30)
     half = "bfloat16" in f"{s.param_dtype} {signals.get('compute_dtype')}"  # there, |ratio - 1| is rounding noise
     moved = s.signed_t > 3 if half else s.post_dev > 5 * noise
@@ -1147,7 +1130,8 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
         ("too_tight_clip", s.out_of_clip > 0.9, f"{s.out_of_clip:.0%} of tokens are outside the clip",
          "raise --clip-low and --clip-high or lower --actor-lr"),
     ]
-    pinned = s.last_dev <= 2e-6 or (s.signed_t <= 3 or s.steps <= 1 if half else s.last_dev <= noise)
+    at_noise = (s.signed_t <= 3 or s.steps <= 1) if half else s.last_dev <= noise
+    pinned = s.last_dev <= 2e-6 or at_noise
     for cause, holds, evidence, advice in (stuck if pinned else []) + always:
         if holds:
             return Diagnosis(cause, evidence, advice)
@@ -1158,13 +1142,13 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
 
 
 def rollout_model(actor: Transformer) -> Transformer:
-    """The model that samples: the actor itself in float32, else a copy in the compute dtype (`sync_rollout_model`)."""
-    if actor.compute_dtype == torch.float32:
+    """The model that samples: the actor itself in float32, else a copy with cast weights (`sync_rollout_model`)."""
+    if actor.autocast_dtype is None:
         return actor
     sampler = copy.deepcopy(actor).requires_grad_(False)
     for p in sampler.parameters():  # not `.to(dtype)`, which would round the rotary frequencies
-        p.data = p.data.to(actor.compute_dtype)
-    sampler.compute_dtype = torch.float32  # that is, no autocast: the weights are cast already
+        p.data = p.data.to(actor.autocast_dtype)
+    sampler.autocast_dtype = None
     return sampler
 
 
@@ -1197,8 +1181,9 @@ class RunFolder:
         self.files = {n: open(self.path / f"{n}.jsonl", "w", encoding="utf-8") for n in ("metrics", "completions")}
 
     def write(self, name: str, row: dict) -> None:
-        """Append a line to <name>.jsonl. What is not finite is left out: NaN and Infinity are not JSON."""
-        row = {k: v for k, v in row.items() if v is not None and not (isinstance(v, float) and not math.isfinite(v))}
+        """Append a line to <name>.jsonl. What is None or not finite is left out: NaN and Infinity are not JSON."""
+        row = json.loads(json.dumps(row), parse_constant=lambda constant: None)
+        row = {name: value for name, value in row.items() if value is not None}
         self.files[name].write(json.dumps(row, ensure_ascii=False) + "\n")
         self.files[name].flush()
 
@@ -1254,26 +1239,47 @@ def critic_from(actor: Transformer) -> Transformer:
     critic = Transformer(actor.config, head="scalar").to(actor.rope.device)
     critic.load_state_dict({k: v for k, v in actor.state_dict().items() if k != "lm_head.weight"}, strict=False)
     nn.init.zeros_(critic.score.weight)
-    critic.compute_dtype = actor.compute_dtype
+    critic.autocast_dtype = actor.autocast_dtype
     return critic
 
 
-def make_optimizer(model: Transformer, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
+class Learner:
+    """AdamW for one model: linear schedule, clipping, no step if a gradient is not finite, means of what is logged."""
 
+    def __init__(self, model: Transformer, lr: float, lr_end: float, total_steps: int, args: Args):
+        self.model, self.args = model, args
+        self.first_lr, self.lr_end, self.total_steps = lr, lr_end, max(1, total_steps)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
+        self.lr, self.steps, self.streak, self.bad_tensor = lr, 0, 0, ""
+        self.begin_iteration()
 
-def optimizer_step(optimizer, model: Transformer, lr: float, max_grad_norm: float) -> tuple[float, str]:
-    """Clip, step, clear; returns the gradient norm. If it is not finite no step is made, and the tensor is named."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    norm, bad = float(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)), ""
-    if math.isfinite(norm):
-        optimizer.step()
-    else:
-        gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-        bad = next((name for name, grad in gradients if not grad.isfinite().all()), "their norm")
-    optimizer.zero_grad()
-    return norm, bad
+    def begin_iteration(self) -> None:
+        self.sums, self.tokens, self.skipped = collections.Counter(), 0, 0
+
+    def step(self, stats: dict[str, float], tokens: int) -> None:
+        """One optimizer step, counted even if skipped; `stats` are means over the minibatch's trained `tokens`."""
+        self.lr = self.first_lr * (1 - (1 - self.lr_end) * self.steps / self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        norm = nn.utils.get_total_norm(gradients.values())
+        if norm.isfinite():
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.args.max_grad_norm, norm)
+            self.optimizer.step()
+            self.streak = 0
+        else:
+            self.bad_tensor = next((n for n, grad in gradients.items() if not grad.isfinite().all()), "their norm")
+            self.skipped, self.streak = self.skipped + 1, self.streak + 1
+        self.optimizer.zero_grad()
+        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
+        self.sums.update({name: value * tokens for name, value in (stats | {"grad_norm": float(norm)}).items()})
+        if self.streak >= self.args.max_skipped_steps:
+            raise UserError(f"--max-skipped-steps {self.streak}: so many gradients in a row were not finite, the last "
+                            f"in {self.bad_tensor}")
+
+    def means(self) -> dict[str, float]:
+        """Of the iteration, weighted by tokens over all its minibatches."""
+        return {name: value / max(1, self.tokens) for name, value in self.sums.items()}
 
 
 def shuffled_minibatches(args: Args, samples: int, iteration: int, epoch: int) -> tuple[Tensor, ...]:
@@ -1287,22 +1293,23 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: EnvThread, args:
     if args.sft_steps == 0 or "demonstration" not in env.reset(0)[1]:
         print("warm start: none,", f"{env.name} has no info['demonstration']" if args.sft_steps else "--sft-steps 0")
         return
-    optimizer, device = make_optimizer(actor, args.sft_lr), actor.rope.device
+    learner, device = Learner(actor, args.sft_lr, 0.0, args.sft_steps, args), actor.rope.device
     for step in tqdm(range(args.sft_steps), desc="warm start", leave=False):
         rows, starts, loss_sum = [], [], 0.0
         for seed in range(step * args.sft_batch_size, (step + 1) * args.sft_batch_size):
             prompt, info = env.reset(seed)
-            ids, answer = prompt_ids(tokenizer, prompt, args), tokenizer.encode(info["demonstration"])
-            rows.append(torch.tensor([*ids, *answer[: args.max_new_tokens - 1], tokenizer.eos_id], device=device))
-            starts.append(len(ids))
+            with blame(f"environment {env.name}, seed {seed}: info['demonstration'] must be text"):
+                answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id][: args.max_new_tokens]
+            starts.append(len(ids := prompt_ids(tokenizer, prompt, args)))
+            rows.append(torch.tensor([*ids, *answer], device=device))
         lengths, tokens = torch.tensor([len(row) for row in rows]), nn.utils.rnn.pad_sequence(rows, batch_first=True)
         columns = torch.arange(tokens.shape[1])
         mask = ((columns >= torch.tensor(starts)[:, None]) & (columns < lengths[:, None])).to(device)  # [B, T]
         for part in microbatches(torch.arange(len(rows)), lengths, args.micro_batch_tokens):
-            loss = -at_sampled(actor, tokens[part], mask[part])[0].sum() / mask.sum()
+            loss = -at_sampled(actor, *crop(part, lengths, tokens, mask))[0].sum() / mask.sum()
             loss.backward()
             loss_sum += float(loss.detach())
-        optimizer_step(optimizer, actor, args.sft_lr * (1 - step / args.sft_steps), args.max_grad_norm)
+        learner.step({}, 0)
     print(f"warm start: {args.sft_steps} steps of {args.sft_batch_size} demonstrations, loss {loss_sum:.3f} a token")
 
 
@@ -1314,6 +1321,10 @@ def evaluate(actor: Transformer, tokenizer: HFTokenizer, envs: list, args: Args,
     sums = {"accuracy": sum(sampled.success), "greedy_accuracy": sum(greedy.success),
             "reward": float(sampled.rewards.sum()), "response_tokens": float(sampled.mask.sum())}
     return {name: value / len(episodes) for name, value in sums.items()}
+
+
+def show(results: dict[str, float]) -> str:
+    return f"{results['accuracy']:.1%} sampled at temperature 1, {results['greedy_accuracy']:.1%} greedy"
 
 
 def step_table(args: Args, plan: Plan) -> str:
@@ -1349,7 +1360,9 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     eval_envs = make_envs(args, min(args.rollout_slots, args.eval_episodes), evaluation=True)
     if args.model:
         folder = find_checkpoint("model", args.model)
-        tokenizer, (actor, config) = HFTokenizer(folder), load_hf_checkpoint(folder, device=device)
+        with blame(f"{folder}: the tokenizer's files are malformed"):
+            tokenizer = HFTokenizer(folder)
+        actor, config = load_hf_checkpoint(folder, device=device)
     else:
         tokenizer, actor, config = embedded_model(args, envs[0])
     models = {"model": actor.to(device)}
@@ -1357,7 +1370,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         if name:
             models[flag] = load_hf_checkpoint(find_checkpoint(flag, name), device=device, head="scalar")[0]
     for flag, model in models.items():
-        model.compute_dtype = dtype
+        model.autocast_dtype = None if dtype == torch.float32 else dtype
         if tokenizer.vocab_size > model.config.vocab_size:
             sizes = f"{model.config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
             raise UserError(f"--{flag}: the model's vocabulary of {sizes}")
@@ -1381,13 +1394,14 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     warm_start(actor, tokenizer, envs[0], args)
     critic = critic or critic_from(actor)
     reference = copy.deepcopy(actor).requires_grad_(False) if args.kl_coef > 0 else None
+    stack.callback(save_hf_checkpoint, actor, config, tokenizer, run.path / "model")  # however the run ends
     sampler, stop_ids = rollout_model(actor), torch.tensor(tokenizer.stop_ids, device=device)
-    actor_optimizer, critic_optimizer = make_optimizer(actor, args.actor_lr), make_optimizer(critic, args.critic_lr)
-    lr_at = lambda lr, step, total: lr * (1 - (1 - args.lr_end) * step / max(1, total))
-    kl_coef, actor_step, critic_step, streak, last_cause = args.kl_coef, 0, 0, {}, None
+    actor_learner = Learner(actor, args.actor_lr, args.lr_end, plan.actor_steps_total, args)
+    critic_learner = Learner(critic, args.critic_lr, args.lr_end, plan.critic_steps_total, args)
+    kl_coef, last_cause = args.kl_coef, None
+    has_split = args.env_id == "SortDigits-v0" or parse_json(args.eval_env_kwargs, "--eval-env-kwargs") != {}
     run.summary["eval_before"] = before = evaluate(sampler, tokenizer, eval_envs, args, 0)
-    print(f"before PPO: accuracy {before['accuracy']:.1%} sampled at temperature 1, greedy "
-          f"{before['greedy_accuracy']:.1%}")
+    print(f"accuracy before PPO: {show(before)}")
     bar = stack.enter_context(tqdm(total=args.num_iterations, desc="PPO", unit="it", dynamic_ncols=True))
 
     for iteration in range(args.num_iterations):
@@ -1404,9 +1418,6 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         if args.recompute_old_logprobs:
             old_logprobs = over_rollout(actor, tokens, mask, lengths, args)
         ref_logprobs = over_rollout(reference, tokens, mask, lengths, args) if reference else old_logprobs
-        weights = torch.ones_like(old_logprobs)  # truncated importance weights: the sampler is not quite the old policy
-        if args.rollout_is_cap:
-            weights = (old_logprobs - batch.logprobs).exp().clamp(max=args.rollout_is_cap)
         # V(state after the last token) sits one column beyond it, where the next token would be.
         beyond = torch.arange(mask.shape[1] + 1, device=device) == lengths.to(device)[:, None]  # [N, T + 1]
         longer, longer_mask = F.pad(tokens, (0, 1)), F.pad(mask, (0, 1)) | beyond
@@ -1429,63 +1440,58 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
         adv_raw_std = float(advantages[mask].std()) if trained_tokens > 1 else 0.0
         advantages = masked_whiten(advantages, mask) if adv_raw_std >= 1e-6 else advantages
+        if args.rollout_is_cap:  # truncated importance weights: the sampler is not quite the old policy
+            advantages = advantages * (old_logprobs - batch.logprobs).exp().clamp(max=args.rollout_is_cap)
         explained = 1 - float((returns - values)[mask].var() / returns[mask].var()) if trained_tokens > 1 else math.nan
         clock.append(time.monotonic())
 
         # --- Critic epochs first. Old values and log-probs are frozen: the order of critic and actor changes nothing
-        sums, skipped, bad = collections.Counter(), collections.Counter(), {}  # sums: metric x tokens, all minibatches
+        critic_learner.begin_iteration()
         for epoch in range(args.critic_epochs):
             for minibatch in shuffled_minibatches(args, samples, iteration, epoch):
-                denom = max(1, int(mask[minibatch].sum()))
+                denom, loss_sum = max(1, int(mask[minibatch].sum())), 0.0
                 for rows in microbatches(minibatch, lengths, args.micro_batch_tokens):
-                    crop = lambda x: x[rows, : int(lengths[rows].max())]  # [b, t]
-                    new_values, _ = at_sampled(critic, crop(tokens), crop(mask))
-                    loss = value_loss(new_values, crop(values), crop(returns), crop(mask), args.value_clip, denom)
+                    mb_tokens, mb_mask, mb_old, mb_returns = crop(rows, lengths, tokens, mask, values, returns)
+                    new_values, _ = at_sampled(critic, mb_tokens, mb_mask)
+                    loss = value_loss(new_values, mb_old, mb_returns, mb_mask, args.value_clip, denom)
                     loss.backward()
-                    sums["losses/value_loss"] += float(loss.detach()) * denom
-                critic_lr = lr_at(args.critic_lr, critic_step, plan.critic_steps_total)
-                norm, bad["critic"] = optimizer_step(critic_optimizer, critic, critic_lr, args.max_grad_norm)
-                critic_step, streak["critic"] = critic_step + 1, streak.get("critic", 0) + 1 if bad["critic"] else 0
-                skipped["critic"] += bool(bad["critic"])
-                sums.update({"grad/critic_norm": norm * denom, "critic tokens": denom})
+                    loss_sum += float(loss.detach())
+                critic_learner.step({"value_loss": loss_sum}, denom)
         clock.append(time.monotonic())
 
         # --- Actor epochs; none during critic warm-up
         warmup, early_stop, steps = iteration < args.critic_warmup_iterations, False, []
-        probes = [p.detach().flatten()[:: max(1, p.numel() // 4096)] for p in actor.parameters()]  # views
-        old_probes, actor_lr = [p.clone() for p in probes], lr_at(args.actor_lr, actor_step, plan.actor_steps_total)
+        probes = [p.detach().flatten()[:: max(1, p.numel() // 4096)] for p in actor.parameters()]  # views of a part
+        old_probes = [p.clone() for p in probes]
+        actor_learner.begin_iteration()
         for epoch in range(0 if warmup else args.ppo_epochs):
             for i, minibatch in enumerate(shuffled_minibatches(args, samples, iteration, epoch)):
                 denom, ratios, stats = max(1, int(mask[minibatch].sum())), [1.0], collections.Counter()
                 for rows in microbatches(minibatch, lengths, args.micro_batch_tokens):
-                    crop = lambda x: x[rows, : int(lengths[rows].max())]  # [b, t]
-                    logprobs, entropy = at_sampled(actor, crop(tokens), crop(mask), args.temperature)
+                    mb_tokens, mb_mask, mb_old, mb_ref, mb_advantages = crop(
+                        rows, lengths, tokens, mask, old_logprobs, ref_logprobs, advantages)  # [b, t]
+                    logprobs, entropy = at_sampled(actor, mb_tokens, mb_mask, args.temperature)
                     # NOTE for forks: another policy objective goes here.
-                    loss, part = policy_loss(logprobs, crop(old_logprobs), crop(advantages * weights), crop(mask),
-                                             args.clip_low, args.clip_high, args.dual_clip, denom)
+                    loss, part = policy_loss(
+                        logprobs, mb_old, mb_advantages, mb_mask, args.clip_low, args.clip_high, args.dual_clip, denom)
                     ratios += [float(part.pop("ratio_min")), float(part.pop("ratio_max"))]
                     part |= {"policy_loss": loss, "entropy": entropy.sum() / denom}
                     if args.entropy_coef:
                         loss = loss - args.entropy_coef * part["entropy"]
                     if args.kl_in == "loss" and reference:
-                        part["kl_loss"] = kl_estimate(logprobs, crop(ref_logprobs), args.kl_estimator).sum() / denom
+                        part["kl_loss"] = kl_estimate(logprobs, mb_ref, args.kl_estimator).sum() / denom
                         loss = loss + kl_coef * part["kl_loss"]
                     if loss.requires_grad:  # detached log-probs are diagnosed below, they need not crash here
                         loss.backward()
                     stats.update({name: float(value.detach()) for name, value in part.items()})
                 early_stop = bool(args.target_kl and stats["approx_kl"] > args.target_kl)
                 if early_stop:
-                    actor_optimizer.zero_grad()
+                    actor_learner.optimizer.zero_grad()
                     break
-                actor_lr = lr_at(args.actor_lr, actor_step, plan.actor_steps_total)
-                norm, bad["actor"] = optimizer_step(actor_optimizer, actor, actor_lr, args.max_grad_norm)
-                steps.append({"step": actor_step, "epoch": epoch, "minibatch": i,
+                steps.append({"step": actor_learner.steps, "epoch": epoch, "minibatch": i,
                               "dev": max(abs(ratio - 1) for ratio in ratios),
                               **{name: stats[name] for name in ("ratio_mean", "clipfrac", "out_of_clip", "approx_kl")}})
-                actor_step, streak["actor"] = actor_step + 1, streak.get("actor", 0) + 1 if bad["actor"] else 0
-                skipped["actor"] += bool(bad["actor"])
-                sums.update({f"losses/{name}": value * denom for name, value in stats.items()})
-                sums.update({"grad/actor_norm": norm * denom, "actor tokens": denom})
+                actor_learner.step(stats, denom)
             if early_stop:
                 break
         sync_rollout_model(sampler, actor)
@@ -1496,15 +1502,15 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         drift = over_rollout(actor, tokens[rows], mask[rows], lengths[rows], args) - old_logprobs[rows]
         drift, signed = drift[mask[rows]], (drift * advantages[rows].sign())[mask[rows]]  # [n]
         change = torch.cat([(new - old).float() for new, old in zip(probes, old_probes, strict=True)])
-        of_critic = {"losses/value_loss": sums["critic tokens"], "grad/critic_norm": sums["critic tokens"]}
-        means = {n: value / max(1, of_critic.get(n, sums["actor tokens"])) for n, value in sums.items() if "/" in n}
+        means, critic_means = actor_learner.means(), critic_learner.means()
+        first, last_step = (steps[0], steps[-1]) if steps else ({"dev": 0.0}, {"dev": 0.0, "out_of_clip": 0.0})
         signals = dict(
-            phase="critic_warmup" if warmup else "train", steps=len(steps) - skipped["actor"], skipped=skipped["actor"],
-            planned=plan.update_steps, bad_tensor=bad.get("actor"), early_stop=early_stop, tokens=trained_tokens,
-            first_dev=steps[0]["dev"] if steps else 0.0, last_dev=steps[-1]["dev"] if steps else 0.0, lr=actor_lr,
+            phase="critic_warmup" if warmup else "train", steps=len(steps) - actor_learner.skipped, lr=actor_learner.lr,
+            skipped=actor_learner.skipped, bad_tensor=actor_learner.bad_tensor, planned=plan.update_steps,
+            early_stop=early_stop, tokens=trained_tokens, first_dev=first["dev"], last_dev=last_step["dev"],
             post_dev=float(drift.expm1().abs().max()) if len(drift) else 0.0, adv_raw_std=adv_raw_std,
-            reward_std=float(scores.std()) if samples > 1 else 0.0, grad_norm=means.get("grad/actor_norm", 0.0),
-            out_of_clip=steps[-1]["out_of_clip"] if steps else 0.0, changed_frac=float((change != 0).float().mean()),
+            reward_std=float(scores.std()) if samples > 1 else 0.0, grad_norm=means.get("grad_norm", 0.0),
+            out_of_clip=last_step["out_of_clip"], changed_frac=float((change != 0).float().mean()),
             update_norm=float(change.norm()), param_norm=float(torch.cat(probes).float().norm()),
             param_dtype=str(probes[0].dtype), compute_dtype=str(dtype),
             signed_t=float(signed.mean() / (signed.std() + 1e-12)) * len(signed) ** 0.5 if len(signed) > 1 else 0.0,
@@ -1514,16 +1520,12 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         if diagnosis.cause not in (None, last_cause):
             tqdm.write(f"iteration {iteration + 1}: ratio: {diagnosis.cause}: {diagnosis.evidence}; {diagnosis.advice}")
         last_cause = diagnosis.cause
-        if diagnosis.cause == "forward_mismatch" and actor_step == len(steps) and signals["first_dev"] > 1e-2:
+        if diagnosis.cause == "forward_mismatch" and actor_learner.steps == len(steps) and signals["first_dev"] > 1e-2:
             raise UserError(f"the ratio of the first update is off by {signals['first_dev']:.1e}: {diagnosis.advice}")
-        if max(streak.values()) >= args.max_skipped_steps:
-            raise UserError(f"--max-skipped-steps {args.max_skipped_steps}: as many gradients in a row were "
-                            f"not finite, the last in {bad}")
-
         # --- Adaptive KL (https://arxiv.org/abs/1909.08593, section 2.2) and reference
-        mean_kl, kl_coef_used = float(kl.mean()), kl_coef
-        if args.kl_target:
-            kl_coef *= 1 + max(-0.2, min(0.2, mean_kl / args.kl_target - 1)) * samples / args.kl_horizon
+        mean_kl, kl_coef_used = (float(kl.mean()), kl_coef) if reference else (None, None)
+        if args.kl_target and not warmup:
+            kl_coef *= 1 + max(-0.2, min(0.2, mean_kl / args.kl_target - 1)) * min(1, samples / args.kl_horizon)
         if args.ref_sync_every and (iteration + 1) % args.ref_sync_every == 0:
             with torch.no_grad():
                 torch._foreach_lerp_(list(reference.parameters()), list(actor.parameters()), args.ref_sync_alpha)
@@ -1533,14 +1535,17 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         seconds, phases = clock[-1] - clock[0], ("rollout", "score", "critic", "actor", "diagnose")
         row = {
             "iteration": iteration, "charts/episodes": (iteration + 1) * samples, "charts/SPS": samples / seconds,
-            "charts/actor_steps": actor_step, "charts/actor_lr": actor_lr, "charts/critic_lr": critic_lr,
+            "charts/actor_steps": actor_learner.steps, "charts/actor_lr": actor_learner.lr,
+            "charts/critic_lr": critic_learner.lr,
             "objective/reward": float(scores.mean()), "objective/accuracy": sum(batch.success) / samples,
             "objective/kl": mean_kl, "objective/kl_coef": kl_coef_used, "objective/advantage_std": adv_raw_std,
             "objective/entropy": -float(masked_mean(old_logprobs, mask)),
             "objective/response_tokens": trained_tokens / samples,
             "objective/truncated": 1 - batch.stop.count("eos") / samples,
-            "losses/explained_variance": explained, **means,
-            "grad/skipped_actor": skipped["actor"], "grad/skipped_critic": skipped["critic"],
+            **{f"losses/{name}": value for name, value in (critic_means | means).items() if name != "grad_norm"},
+            "losses/explained_variance": explained, "grad/critic_norm": critic_means["grad_norm"],
+            "grad/actor_norm": means.get("grad_norm"), "grad/skipped_actor": actor_learner.skipped,
+            "grad/skipped_critic": critic_learner.skipped,
             **{f"ratio/{n}": signals[n] for n in ("first_dev", "last_dev", "post_dev", "out_of_clip", "signed_t")},
             "ratio/early_stop": int(early_stop), "ratio/steps": steps, "ratio/diagnosis": diagnosis.cause,
             "param/changed_frac": signals["changed_frac"],
@@ -1549,7 +1554,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             **{f"time/{phase}": end - start for phase, start, end in zip(phases, clock, clock[1:], strict=False)},
             "perf/response_tokens_per_second": trained_tokens / seconds, "perf/peak_memory_bytes": peak_memory(),
         }
-        if args.eval_every and (iteration + 1) % args.eval_every == 0:
+        if args.eval_every and (iteration + 1) % args.eval_every == 0 and iteration + 1 < args.num_iterations:
             results = evaluate(sampler, tokenizer, eval_envs, args, iteration + 1)
             row |= {f"eval/{name}": value for name, value in results.items()}
         run.log(row)
@@ -1558,22 +1563,20 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                 "step": iteration, "prompt": batch.prompts[i], "response": batch.texts[i], "stop": batch.stop[i],
                 "reward": float(scores[i]), "n_tokens": int(mask[i].sum()), "kl": float(kl[i]),
             })
-        run.summary |= {"iterations": iteration + 1, "update_steps": actor_step}
+        run.summary |= {"iterations": iteration + 1, "update_steps": actor_learner.steps}
         tqdm.write(f"{iteration + 1:>5}: reward {float(scores.mean()):.3f}, accuracy {row['objective/accuracy']:.1%}, "
-                   f"{row['objective/response_tokens']:.1f} tokens, KL {mean_kl:.4f}, max|ratio-1| "
-                   f"{signals['last_dev']:.2g}, clipped {means.get('losses/clipfrac', 0):.1%}, explained variance "
-                   f"{explained:.2f}, {seconds:.2f} s")
+                   f"{row['objective/response_tokens']:.1f} tokens, max|ratio-1| {signals['last_dev']:.2g}, clipped "
+                   f"{means.get('clipfrac', 0):.1%}, explained variance {explained:.2f}, {seconds:.2f} s"
+                   + (f", KL {mean_kl:.4f}" if reference else ""))
         if iteration % max(1, args.num_iterations // 5) == 0:
             for i in range(min(2, samples)):
                 tqdm.write(f"       {batch.prompts[i]!r:.80} -> {batch.texts[i]!r:.200} (reward {scores[i]:g})")
         bar.update()
 
     bar.close()
-    save_hf_checkpoint(actor, config, tokenizer, run.path / "model")
     run.summary["eval_after"] = after = evaluate(sampler, tokenizer, eval_envs, args, args.num_iterations)
-    print(f"held-out accuracy over {args.eval_episodes} episodes, before -> after PPO: sampled at temperature 1 "
-          f"{before['accuracy']:.1%} -> {after['accuracy']:.1%}, greedy {before['greedy_accuracy']:.1%} -> "
-          f"{after['greedy_accuracy']:.1%}. All is in {run.path}")
+    print(f"accuracy before PPO: {show(before)}\naccuracy after PPO:  {show(after)}, {args.eval_episodes} episodes of "
+          f"{'held-out' if has_split else 'the training'} prompts; all is in {run.path}")
     return run.summary
 
 

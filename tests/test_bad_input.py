@@ -370,10 +370,10 @@ def test_shard_that_is_missing(refuse_model):
 
 def test_tensors_that_are_missing_extra_or_of_another_shape(refuse_model):
     norm = "model.layers.0.input_layernorm.weight"
-    refuse_model(norm, "missing", tensors=lambda state: state.pop(norm))
+    refuse_model(norm, "Missing", tensors=lambda state: state.pop(norm))
     add = lambda name: lambda state: state.update({name: torch.ones(3)})
-    refuse_model("model.extra", "(3,)", "no such tensor", tensors=add("model.extra"))
-    refuse_model(norm, "(3,)", "(16,)", tensors=add(norm))
+    refuse_model("model.extra", "Unexpected", tensors=add("model.extra"))
+    refuse_model(norm, "[3]", "[16]", tensors=add(norm))
     refuse_model(norm, flag="critic_model", tensors=lambda state: state.pop(norm))
 
 

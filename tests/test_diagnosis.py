@@ -64,7 +64,12 @@ def wrap(monkeypatch, ppo, name, change):
 
 
 def optimizer_over_a_copy(ppo, monkeypatch):
-    wrap(monkeypatch, ppo, "make_optimizer", lambda make, model, lr: make(copy.deepcopy(model), lr))
+    def init(learner, model, *rest):
+        original(learner, copy.deepcopy(model), *rest)
+        learner.model = model
+
+    original = ppo.Learner.__init__
+    monkeypatch.setattr(ppo.Learner, "__init__", init)
 
 
 def detached_logprobs(ppo, monkeypatch):

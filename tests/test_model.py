@@ -568,7 +568,7 @@ def test_a_float32_actor_samples_itself(ppo):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_bfloat16_copy_keeps_rotary_frequencies_and_is_refreshed_in_place(ppo, tied):
     actor = random_model(ppo, tie_word_embeddings=tied, rope_scaling=LLAMA3_ROPE)
-    actor.compute_dtype = torch.bfloat16
+    actor.autocast_dtype = torch.bfloat16
     sampler = ppo.rollout_model(actor)
     assert {p.dtype for p in sampler.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in actor.parameters()} == {torch.float32}
@@ -588,10 +588,10 @@ def test_a_bfloat16_copy_keeps_rotary_frequencies_and_is_refreshed_in_place(ppo,
 
 def test_the_bfloat16_copy_predicts_what_the_actor_does(ppo):
     actor = random_model(ppo)
-    actor.compute_dtype = torch.bfloat16
+    actor.autocast_dtype = torch.bfloat16
     tokens = torch.randint(41, (2, 9))
     trained, sampled = (model(tokens).float().log_softmax(-1) for model in (actor, ppo.rollout_model(actor)))
-    actor.compute_dtype = torch.float32
+    actor.autocast_dtype = None
     exact = actor(tokens).log_softmax(-1)
     scale = exact.std()
     assert 1e-4 * scale < (trained - exact).abs().mean() < 0.02 * scale

@@ -24,12 +24,17 @@ SMALL = dict(
 def run(ppo, tmp_path, monkeypatch):
     """run(**flags) trains, returns (summary, metrics rows, folder); run.models, run.steps, run.batches look inside."""
     monkeypatch.setattr(ppo, "SummaryWriter", lambda path: mock.Mock())  # its files cost more than the runs
-    original_step, original_rollout = ppo.optimizer_step, ppo.rollout
+    original_step, original_rollout = torch.optim.AdamW.step, ppo.rollout
+    original_init = ppo.Learner.__init__
 
-    def step(optimizer, model, *rest):
-        run.steps.append(model.head)
+    def init(learner, model, *rest):
+        original_init(learner, model, *rest)
         run.models[model.head] = model
-        return original_step(optimizer, model, *rest)
+        learner.optimizer.head = model.head
+
+    def step(optimizer, *rest):
+        run.steps.append(optimizer.head)
+        return original_step(optimizer, *rest)
 
     def rollout(actor, *rest, **kwargs):
         batch = original_rollout(actor, *rest, **kwargs)
@@ -45,7 +50,8 @@ def run(ppo, tmp_path, monkeypatch):
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return summary, rows, folder
 
-    monkeypatch.setattr(ppo, "optimizer_step", step)
+    monkeypatch.setattr(ppo.Learner, "__init__", init)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
     monkeypatch.setattr(ppo, "rollout", rollout)
     return run
 
