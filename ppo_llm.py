@@ -103,13 +103,13 @@ class Args:
     num_iterations: int = 200  # iterations, each one rollout and all updates on it
     rollout_batch_size: int = 512  # prompts an iteration
     n_samples_per_prompt: int = 1  # samples of each prompt
-    rollout_slots: int = 256  # rows sampled at once; the KV cache holds slots x (prompt + new tokens)
+    rollout_slots: int = 512  # rows sampled at once; the KV cache holds slots x (prompt + new tokens)
     max_prompt_tokens: int | None = None  # a longer prompt is an error; default 16, with --model 512
     max_new_tokens: int | None = None  # all after the prompt, environment's text included; default 8, with --model 256
     temperature: float = 1.0  # divides the logits, alike in sampling, old, new and reference log-probs and entropy
     sft_steps: int | None = None  # supervised steps on demonstrations before PPO; default 100, with --model 0
     sft_batch_size: int = 256  # demonstrations in a supervised step
-    sft_lr: float | None = None  # learning rate of the supervised steps, linear to 0; default 1e-3, with --model 1e-5
+    sft_lr: float | None = None  # learning rate of the supervised steps, linear to 0; default 1.3e-3, with --model 1e-5
 
     ppo_epochs: int = 2  # passes of the actor over one rollout
     critic_epochs: int | None = None  # passes of the critic over one rollout; default ppo_epochs
@@ -173,7 +173,7 @@ def validate(args: Args) -> Plan:
     """Fill the defaults that depend on the job, check every flag. Raises UserError: flag, value and what is valid."""
     kl_estimator = "k1" if args.kl_in == "reward" else "k3"
     for name, embedded, checkpoint in [
-        ("max_prompt_tokens", 16, 512), ("max_new_tokens", 8, 256), ("sft_steps", 100, 0), ("sft_lr", 1e-3, 1e-5),
+        ("max_prompt_tokens", 16, 512), ("max_new_tokens", 8, 256), ("sft_steps", 100, 0), ("sft_lr", 1.3e-3, 1e-5),
         ("actor_lr", 5e-4, 1e-6), ("critic_lr", 5e-4, 1e-5), ("kl_coef", 0.0, 0.01),
         ("critic_epochs", args.ppo_epochs, args.ppo_epochs), ("kl_estimator", kl_estimator, kl_estimator),
     ]:
@@ -1223,7 +1223,7 @@ def embedded_model(args: Args, env: EnvThread) -> tuple[HFTokenizer, Transformer
     tokenizer = HFTokenizer.from_texts([prompt + info.get("demonstration", "") for prompt, info in resets])
     config = ModelConfig.from_hf({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": tokenizer.vocab_size,
-        "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
         "rms_norm_eps": 1e-6, "max_position_embeddings": args.max_prompt_tokens + args.max_new_tokens,
         "bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id,
     })
@@ -1522,6 +1522,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         last_cause = diagnosis.cause
         if diagnosis.cause == "forward_mismatch" and actor_learner.steps == len(steps) and signals["first_dev"] > 1e-2:
             raise UserError(f"the ratio of the first update is off by {signals['first_dev']:.1e}: {diagnosis.advice}")
+
         # --- Adaptive KL (https://arxiv.org/abs/1909.08593, section 2.2) and reference
         mean_kl, kl_coef_used = (float(kl.mean()), kl_coef) if reference else (None, None)
         if args.kl_target and not warmup:

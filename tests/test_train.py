@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import zlib
 from pathlib import Path
 from unittest import mock
 
@@ -259,6 +260,110 @@ def test_truncated_importance_weights_scale_the_advantages(ppo, run, monkeypatch
         seen.clear()
     plain, halved, capped = results.values()
     assert torch.allclose(halved, plain * 0.5, atol=1e-4) and torch.allclose(capped, plain * 1.5, atol=1e-4)
+
+
+def spy(ppo, monkeypatch, name):
+    """The calls of ppo.<name> as (arguments, result)."""
+    calls, original = [], getattr(ppo, name)
+    monkeypatch.setattr(ppo, name, lambda *args: calls.append((args, original(*args))) or calls[-1][1])
+    return calls
+
+
+def test_flags_reach_the_mathematics(ppo, run, monkeypatch):
+    calls = {name: spy(ppo, monkeypatch, name) for name in ("policy_loss", "value_loss", "compute_gae")}
+    run(num_iterations=1, clip_low=0.1, clip_high=0.3, dual_clip=4.0, value_clip=0.7, gamma=0.9, gae_lambda=0.8)
+    assert all(args[4:7] == (0.1, 0.3, 4.0) for args, _ in calls["policy_loss"])
+    assert all(args[4] == 0.7 for args, _ in calls["value_loss"])
+    assert all(args[3:5] == (0.9, 0.8) for args, _ in calls["compute_gae"])
+
+
+def test_advantages_are_whitened_over_the_rollout_and_returns_are_not(ppo, run, monkeypatch):
+    calls = {name: spy(ppo, monkeypatch, name) for name in ("policy_loss", "value_loss", "compute_gae")}
+    run(num_iterations=1, ppo_epochs=1)
+    advantages = torch.cat([args[2][args[3]] for args, _ in calls["policy_loss"]])
+    returns = torch.cat([args[2][args[3]] for args, _ in calls["value_loss"]])
+    assert float(advantages.mean()) == pytest.approx(0, abs=1e-5) and float(advantages.std()) == pytest.approx(
+        1, rel=1e-3
+    )
+    raw = calls["compute_gae"][0][1][1][run.batches[2].mask]
+    assert torch.allclose(returns.sort().values, raw.sort().values)
+
+
+def test_losses_are_divided_by_the_tokens_of_the_whole_minibatch(ppo, run, monkeypatch):
+    calls = {name: spy(ppo, monkeypatch, name) for name in ("policy_loss", "value_loss")}
+    run(num_iterations=1, ppo_epochs=1, micro_batch_tokens=30)
+    assert len(calls["policy_loss"]) == len(calls["value_loss"]) > 2  # several microbatches a minibatch
+    for args, _ in calls["policy_loss"] + calls["value_loss"]:
+        assert args[-1] > int(args[3].sum())
+    assert sum({args[-1] for args, _ in calls["policy_loss"]}) == int(run.batches[2].mask.sum())
+
+
+def test_means_are_weighted_by_tokens(ppo):
+    learner = ppo.Learner(torch.nn.Linear(1, 1), 1e-3, 1.0, 10, ppo.Args())
+    learner.step({"loss": 1.0}, 10)
+    learner.step({"loss": 4.0}, 30)
+    assert learner.means()["loss"] == pytest.approx((10 * 1.0 + 30 * 4.0) / 40)
+
+
+def test_gradients_are_clipped_to_max_grad_norm(ppo, monkeypatch):
+    model = torch.nn.Linear(3, 1)
+    learner, seen = ppo.Learner(model, 1e-3, 1.0, 10, ppo.Args(max_grad_norm=0.5)), []
+    monkeypatch.setattr(
+        learner.optimizer, "step", lambda: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    )
+    (100 * model(torch.ones(1, 3)).sum()).backward()
+    learner.step({}, 1)
+    assert float(seen[0].norm()) == pytest.approx(0.5, rel=1e-4) and learner.means()["grad_norm"] == pytest.approx(200)
+
+
+def test_reward_model_adds_its_score_of_the_last_token(ppo, run, monkeypatch, tmp_path):
+    args = ppo.Args(**SMALL)
+    ppo.validate(args)
+    tokenizer, actor, config = ppo.embedded_model(args, ppo.make_envs(args, 1)[0])
+    scorer = ppo.critic_from(actor)
+    torch.nn.init.normal_(scorer.score.weight)
+    ppo.save_hf_checkpoint(scorer, config, tokenizer, tmp_path / "scorer")
+    calls = spy(ppo, monkeypatch, "compute_gae")
+    run(num_iterations=1, reward_model=str(tmp_path / "scorer"))
+    batch, rewards = run.batches[2], calls[0][0][0]
+    for i, length in enumerate(batch.lengths.tolist()):
+        score = scorer(batch.tokens[i : i + 1, :length])[0, -1]
+        assert rewards[i].sum() - batch.rewards[i].sum() == pytest.approx(float(score), abs=1e-5)
+        assert rewards[i, length - 1] - batch.rewards[i, length - 1] == pytest.approx(float(score), abs=1e-5)
+
+
+def test_critic_starts_as_the_actor_with_a_head_of_zeros(ppo):
+    args = ppo.Args(**SMALL)
+    ppo.validate(args)
+    _, actor, _ = ppo.embedded_model(args, ppo.make_envs(args, 1)[0])
+    critic = ppo.critic_from(actor)
+    assert not critic.score.weight.any()
+    assert all(
+        torch.equal(p, critic.state_dict()[name]) for name, p in actor.state_dict().items() if name != "lm_head.weight"
+    )
+    assert critic.model.norm.weight is not actor.model.norm.weight
+
+
+def test_evaluation_prompts_are_held_out(run):
+    run(env_id="SortDigits-v0", eval_episodes=30)
+    held_out = lambda prompt: zlib.crc32(prompt[:-1].encode()) % 10 == 0
+    before, greedy, *training, after, _ = run.batches
+    assert all(map(held_out, before.prompts)) and before.prompts == after.prompts == greedy.prompts
+    assert not any(held_out(prompt) for batch in training for prompt in batch.prompts)
+
+
+def test_an_interrupted_run_leaves_its_actor(ppo, run, monkeypatch, tmp_path):
+    original = ppo.evaluate
+    monkeypatch.setattr(ppo, "evaluate", lambda *args: interrupt() if args[-1] == 1 else original(*args))
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(num_iterations=3, eval_every=1)
+    actor, _ = ppo.load_hf_checkpoint(tmp_path / "run1" / "model")
+    assert torch.equal(weights(actor), weights(run.models["lm"]))
+    assert json.loads((tmp_path / "run1" / "summary.json").read_text())["status"] == "interrupted"
 
 
 def test_target_kl_ends_the_actor_steps_of_a_rollout(run):
