@@ -115,7 +115,7 @@ class Args:
     critic_epochs: int | None = None  # passes of the critic over one rollout; default ppo_epochs
     train_batch_size: int = 128  # samples in a minibatch, that is in an optimizer step
     micro_batch_tokens: int = 16384  # padded tokens in one forward and backward; memory and speed, never the gradient
-    actor_lr: float | None = None  # learning rate of the actor's AdamW; default 5e-4, with --model 1e-6
+    actor_lr: float | None = None  # learning rate of the actor's AdamW; default 3e-4, with --model 1e-6
     critic_lr: float | None = None  # learning rate of the critic's AdamW; default 5e-4, with --model 1e-5
     lr_end: float = 0.05  # both fall linearly to this fraction of their start; 1: constant
     critic_warmup_iterations: int = 0  # first iterations, for the critic alone: the actor and its schedule do not move
@@ -174,7 +174,7 @@ def validate(args: Args) -> Plan:
     kl_estimator = "k1" if args.kl_in == "reward" else "k3"
     for name, embedded, checkpoint in [
         ("max_prompt_tokens", 16, 512), ("max_new_tokens", 8, 256), ("sft_steps", 100, 0), ("sft_lr", 1.3e-3, 1e-5),
-        ("actor_lr", 5e-4, 1e-6), ("critic_lr", 5e-4, 1e-5), ("kl_coef", 0.0, 0.01),
+        ("actor_lr", 3e-4, 1e-6), ("critic_lr", 5e-4, 1e-5), ("kl_coef", 0.0, 0.01),
         ("critic_epochs", args.ppo_epochs, args.ppo_epochs), ("kl_estimator", kl_estimator, kl_estimator),
     ]:
         if getattr(args, name) is None:

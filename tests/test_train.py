@@ -133,8 +133,8 @@ def test_critic_warmup_leaves_the_actor_bit_identical_for_exactly_k_iterations(p
     assert [s["phase"] for s in seen] == ["critic_warmup"] * 2 + ["train"] * 2
     assert [s["changed_frac"] > 0 for s in seen] == [False, False, True, True]
     assert [row["charts/actor_steps"] for row in rows] == [0, 0, 4, 8]
-    assert rows[0]["charts/actor_lr"] == rows[1]["charts/actor_lr"] == 5e-4  # the schedule waits
-    assert rows[0]["losses/value_loss"] >= 0 and rows[3]["charts/actor_lr"] < 5e-4
+    assert rows[0]["charts/actor_lr"] == rows[1]["charts/actor_lr"] == 3e-4  # the schedule waits
+    assert rows[0]["losses/value_loss"] >= 0 and rows[3]["charts/actor_lr"] < 3e-4
 
 
 def test_critic_updates_before_the_actor(run):
