@@ -96,7 +96,7 @@ class Args:
     model: str | None = None  # the actor, a Hugging Face folder or hub id org/name; default: a tiny one, warm-started
     critic_model: str | None = None  # checkpoint that the critic starts from; default: the actor as it is before PPO
     reward_model: str | None = None  # *ForSequenceClassification of the actor's tokenizer; adds to the reward
-    env_id: str = "SortDigits-v0"  # or GSM8K-v0, or a Gymnasium text environment of your own as pkg.module:MyEnv-v0
+    env_id: str = "SortDigits-v0"  # SortDigits-v0, GSM8K-v0, or your own (Gymnasium, text) as pkg.module:MyEnv-v0
     env_kwargs: str = "{}"  # the environment's arguments, a JSON object
     env_timeout: float = 60.0  # seconds that one reset() or step() may take
 
@@ -878,23 +878,18 @@ class EnvThread:
             if not future.done():
                 raise UserError(f"{at} gave no answer within --env-timeout {self.timeout:g} s") from None
             raise UserError(f"{at} raised {type(error).__name__}: {error}") from error
-        form = "(prompt: str, info: dict)"
+        parts = ("prompt: str", "info: dict")
         if future.method == "step":
-            form = "(text: str, reward: finite number, terminated, truncated, info: dict)"
-        fine = isinstance(value, tuple) and len(value) == len(form.split(",")) and isinstance(value[-1], dict)
-        fine = fine and isinstance(value[0], str) and (future.method == "reset" or is_finite_number(value[1]))
-        if not fine:
-            raise UserError(f"{at} returned {value!r:.200}, expected {form}")
+            parts = ("text: str", "reward: finite number", "terminated", "truncated", "info: dict")
+        with blame(f"{at} returned {value!r:.200}, expected ({', '.join(parts)})"):
+            fine = isinstance(value, tuple) and len(value) == len(parts)
+            fine = fine and isinstance(value[0], str) and isinstance(value[-1], dict)
+            if not fine or (future.method == "step" and not math.isfinite(value[1])):
+                raise ValueError("not of this form")
         return value
 
     def reset(self, seed: int) -> tuple[str, dict]:
         return self.result(self.submit("reset", seed=seed), f"seed {seed}")
-
-
-def is_finite_number(x) -> bool:
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        return math.isfinite(x)
-    return False
 
 
 def make_envs(args: Args, count: int, evaluation: bool = False) -> list[EnvThread]:
@@ -1095,20 +1090,20 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     devs = f"max|ratio-1| {s.first_dev:.1e} on the first, {s.last_dev:.1e} on the last minibatch, then {s.post_dev:.1e}"
     if half and s.signed_t <= 3:
         devs += f" (undecided: bfloat16 noise, drift t = {s.signed_t:.1f})"
-    why_zero = ("the reward is constant: look at the environment and at how hard the task is" if s.reward_std < 1e-6
-                else "the critic fits perfectly, or rewards land outside the mask")
+    steps = f"{s.steps} of {s.planned} steps made"
+    if s.skipped:
+        steps += f", {s.skipped} skipped for gradients that are not finite, the last in {signals.get('bad_tensor')}"
+    stds = f"std of advantages {s.adv_raw_std:.1e}, of rewards {s.reward_std:.1e}"
+    why_zero = "the critic fits perfectly, or rewards land outside the mask"
+    if s.reward_std < 1e-6:
+        why_zero = "the reward is constant: look at the environment and at how hard the task is"
     stuck = [  # (cause, whether it holds, evidence, advice); the first that holds is it
         ("critic_warmup", s.phase == "critic_warmup", "no actor steps", "ends with --critic-warmup-iterations"),
-        ("kl_early_stop", s.early_stop and s.steps < s.planned, f"{s.steps} of {s.planned} steps made",
-         "raise --target-kl or lower --actor-lr"),
-        ("one_update_by_design", s.planned == 1 and s.steps == 1 and moved, devs,
-         "correct: a rollout's one update has ratio 1; more --ppo-epochs or smaller minibatches make clipping active"),
-        ("steps_skipped", s.tokens > 0 and (s.skipped > 0 or s.steps == 0),
-         f"{s.skipped} of {s.planned} steps skipped, gradients not finite, the last in {signals.get('bad_tensor')}",
-         "look at rewards and log-probs, lower --actor-lr"),
+        ("kl_early_stop", s.early_stop and s.steps < s.planned, steps, "raise --target-kl or lower --actor-lr"),
+        ("one_update_by_design", s.planned == s.steps == 1 and moved, devs, "correct; more epochs make it move"),
+        ("steps_skipped", s.tokens > 0 and (s.skipped > 0 or s.steps == 0), steps, "look at rewards, lower --actor-lr"),
         ("empty_mask", s.tokens == 0, "0 trained tokens", "all truncated or filtered: --max-new-tokens, eos, mask"),
-        ("advantage_zero", s.adv_raw_std < 1e-6,
-         f"std of advantages {s.adv_raw_std:.1e}, of rewards {s.reward_std:.1e}", why_zero),
+        ("advantage_zero", s.adv_raw_std < 1e-6, stds, why_zero),
         ("no_grad_to_actor", s.grad_norm == 0, "gradient norm 0", "log-probs are detached or parameters frozen"),
         ("lr_zero", s.lr == 0, "learning rate 0", "--actor-lr, or a schedule that starts or ends at 0"),
         ("optimizer_noop", s.changed_frac == 0 and s.lr > 1e-10, f"lr {s.lr:.1e}, no weight changed",
@@ -1127,8 +1122,7 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
          "the first ratio must be 1: look for dropout, shifted mask or positions, temperature, sampler log-probs"),
         ("sampler_mismatch", s.sampler_diff > (0.05 if half else 1e-3), f"mean log-prob gap {s.sampler_diff:.1e}",
          "sampler and trainer disagree: stale rollout weights, or other arithmetic (then see --rollout-is-cap)"),
-        ("too_tight_clip", s.out_of_clip > 0.9, f"{s.out_of_clip:.0%} of tokens are outside the clip",
-         "raise --clip-low and --clip-high or lower --actor-lr"),
+        ("too_tight_clip", s.out_of_clip > 0.9, f"{s.out_of_clip:.0%} of tokens outside", "widen it or lower --actor-lr"),
     ]
     at_noise = (s.signed_t <= 3 or s.steps <= 1) if half else s.last_dev <= noise
     pinned = s.last_dev <= 2e-6 or at_noise
