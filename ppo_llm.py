@@ -1122,7 +1122,7 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
          "the first ratio must be 1: look for dropout, shifted mask or positions, temperature, sampler log-probs"),
         ("sampler_mismatch", s.sampler_diff > (0.05 if half else 1e-3), f"mean log-prob gap {s.sampler_diff:.1e}",
          "sampler and trainer disagree: stale rollout weights, or other arithmetic (then see --rollout-is-cap)"),
-        ("too_tight_clip", s.out_of_clip > 0.9, f"{s.out_of_clip:.0%} of tokens outside", "widen it or lower --actor-lr"),
+        ("too_tight_clip", s.out_of_clip > 0.9, f"{s.out_of_clip:.0%} of tokens", "widen it or lower --actor-lr"),
     ]
     at_noise = (s.signed_t <= 3 or s.steps <= 1) if half else s.last_dev <= noise
     pinned = s.last_dev <= 2e-6 or at_noise
