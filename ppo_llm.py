@@ -994,9 +994,9 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def chunks(hidden, weight, targets, temperature):
-        rows = max(1, 2**23 // len(weight))  # 32 MB of fp32 logits
+        rows = max(1, 2 ** (26 if hidden.is_cuda else 22) // len(weight))  # fp32 logits of 16 MB, on a GPU 256 MB
         for part in torch.arange(len(hidden), device=hidden.device).split(rows):
-            logprobs = F.log_softmax((hidden[part] @ weight.T).float() / temperature, dim=-1)  # [rows, V]
+            logprobs = F.log_softmax((hidden[part] @ weight.T).float().div_(temperature), dim=-1)  # [rows, V]
             yield part, logprobs, logprobs.exp(), targets[part, None]
 
     @staticmethod
@@ -1014,11 +1014,13 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         cast, grad_hidden, grad_weight = weight.to(hidden.dtype), torch.zeros_like(hidden), torch.zeros_like(weight)
         for part, logprobs, p, target in TokenLogprobs.chunks(hidden, cast, targets, ctx.temperature):
-            grad = torch.zeros_like(p)  # of the logits: d logprob = onehot - p, d entropy = -p * (log p + entropy)
+            # Of the logits: d logprob = onehot - p, d entropy = -p * (log p + entropy). In place: memory.
+            factor = 0.0 if grad_logprobs is None else grad_logprobs[part, None]
             if grad_entropy is not None:
-                grad -= grad_entropy[part, None] * p * (logprobs - (p * logprobs).sum(-1, keepdim=True))
+                factor = logprobs.sub_((p * logprobs).sum(-1, keepdim=True)).mul_(grad_entropy[part, None]).add_(factor)
+            grad = p.mul_(factor).neg_()
             if grad_logprobs is not None:
-                grad.sub_(grad_logprobs[part, None] * p).scatter_add_(1, target, grad_logprobs[part, None])
+                grad.scatter_add_(1, target, grad_logprobs[part, None])
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ cast
             grad_weight += grad.T @ hidden[part]
