@@ -57,6 +57,13 @@ def run(ppo, tmp_path, monkeypatch):
     return run
 
 
+def spy(ppo, monkeypatch, name):
+    """The calls of ppo.<name> as (arguments, result)."""
+    calls, original = [], getattr(ppo, name)
+    monkeypatch.setattr(ppo, name, lambda *args: calls.append((args, original(*args))) or calls[-1][1])
+    return calls
+
+
 def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -199,18 +206,22 @@ def test_adaptive_kl_follows_the_formula(run):
         assert following["objective/kl_coef"] == pytest.approx(row["objective/kl_coef"] * (1 + error * 16 / 100))
 
 
-def test_kl_in_reward_lowers_rewards_and_kl_in_loss_does_not(ppo, run, monkeypatch):
-    seen = []
-    original = ppo.compute_gae
-    monkeypatch.setattr(
-        ppo, "compute_gae", lambda rewards, *rest: seen.append(rewards.clone()) or original(rewards, *rest)
-    )
-    run(kl_coef=5.0)
-    batch = run.batches[3]
-    assert not torch.equal(seen[1], batch.rewards) and torch.equal(seen[1][~batch.mask], batch.rewards[~batch.mask])
-    _, rows, _ = run(kl_coef=5.0, kl_in="loss")
-    assert torch.equal(seen[3], run.batches[3].rewards)
-    assert "losses/kl_loss" in rows[1]
+def test_kl_in_reward_is_taken_from_every_sampled_token(ppo, run, monkeypatch):
+    calls = spy(ppo, monkeypatch, "compute_gae")
+    _, rows, _ = run(kl_coef=5.0)
+    batch, rewards = run.batches[3], calls[1][0][0]
+    taken = batch.rewards - rewards
+    assert float(taken.sum()) / 16 == pytest.approx(5.0 * rows[1]["objective/kl"], abs=1e-4)
+    assert (taken[batch.mask] != 0).all() and not taken[~batch.mask].any()
+
+
+def test_kl_in_loss_leaves_rewards_alone_and_holds_the_actor_near_the_reference(ppo, run, monkeypatch):
+    calls, losses = spy(ppo, monkeypatch, "compute_gae"), {}
+    for kl_coef in (1e-6, 100.0):
+        _, rows, _ = run(num_iterations=4, kl_coef=kl_coef, kl_in="loss")
+        assert torch.equal(calls[-1][0][0], run.batches[5].rewards)
+        losses[kl_coef] = rows[-1]["losses/kl_loss"]
+    assert 0 <= losses[100.0] < 0.5 * losses[1e-6]
 
 
 def test_missing_eos_penalty_falls_on_rows_cut_by_length(ppo, run, monkeypatch):
@@ -260,13 +271,6 @@ def test_truncated_importance_weights_scale_the_advantages(ppo, run, monkeypatch
         seen.clear()
     plain, halved, capped = results.values()
     assert torch.allclose(halved, plain * 0.5, atol=1e-4) and torch.allclose(capped, plain * 1.5, atol=1e-4)
-
-
-def spy(ppo, monkeypatch, name):
-    """The calls of ppo.<name> as (arguments, result)."""
-    calls, original = [], getattr(ppo, name)
-    monkeypatch.setattr(ppo, name, lambda *args: calls.append((args, original(*args))) or calls[-1][1])
-    return calls
 
 
 def test_flags_reach_the_mathematics(ppo, run, monkeypatch):
