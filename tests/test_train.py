@@ -331,7 +331,7 @@ def test_reward_model_adds_its_score_of_the_last_token(ppo, run, monkeypatch, tm
     run(num_iterations=1, reward_model=str(tmp_path / "scorer"))
     batch, rewards = run.batches[2], calls[0][0][0]
     for i, length in enumerate(batch.lengths.tolist()):
-        score = scorer(batch.tokens[i : i + 1, :length])[0, -1]
+        score = scorer(batch.tokens[i : i + 1, :length])[0, -1].detach()
         assert rewards[i].sum() - batch.rewards[i].sum() == pytest.approx(float(score), abs=1e-5)
         assert rewards[i, length - 1] - batch.rewards[i, length - 1] == pytest.approx(float(score), abs=1e-5)
 
