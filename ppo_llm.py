@@ -1193,9 +1193,6 @@ class RunFolder:
             for name in ("dev", "ratio_mean", "clipfrac", "out_of_clip", "approx_kl"):
                 self.writer.add_scalar(f"ratio/{name}", step[name], step["step"])
 
-    def __enter__(self) -> RunFolder:
-        return self
-
     def __exit__(self, kind, error, traceback) -> None:
         self.summary["status"] = {None: "completed", KeyboardInterrupt: "interrupted"}.get(kind, "failed")
         self.summary |= {"seconds": time.monotonic() - self.started, "peak_memory_bytes": peak_memory()}
@@ -1379,8 +1376,10 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     for env in (envs[0], eval_envs[0]):
         prompt_ids(tokenizer, env.reset(0)[0], args)
     tokenizer.encode_feedback("-")
-    run = stack.enter_context(RunFolder(args))
-    save_hf_checkpoint(actor, config, tokenizer, run.path / "model")  # if this fails, then now and not at the end
+    stack.push(run := RunFolder(args))
+    export = functools.partial(save_hf_checkpoint, actor, config, tokenizer, run.path / "model")
+    export()  # if this fails, then now and not at the end
+    stack.callback(export)  # however the run ends
     print(f"{run.path}: {sum(p.numel() for p in actor.parameters()):,} parameters on {device}, {dtype}")
     print(step_table(args, plan))
     if not tokenizer.template:
@@ -1390,7 +1389,6 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     warm_start(actor, tokenizer, envs[0], args)
     critic = critic or critic_from(actor)
     reference = copy.deepcopy(actor).requires_grad_(False) if args.kl_coef > 0 else None
-    stack.callback(save_hf_checkpoint, actor, config, tokenizer, run.path / "model")  # however the run ends
     sampler, stop_ids = rollout_model(actor), torch.tensor(tokenizer.stop_ids, device=device)
     actor_learner = Learner(actor, args.actor_lr, args.lr_end, plan.actor_steps_total, args)
     critic_learner = Learner(critic, args.critic_lr, args.lr_end, plan.critic_steps_total, args)
