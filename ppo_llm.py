@@ -7,6 +7,7 @@ rollout is used for `ppo_epochs` epochs of minibatches. It is the PPO of Atari: 
 
     python ppo_llm.py                       # a tiny model learns to sort digits, on the CPU, in a minute or two
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}'    # a checkpoint, real text
+    torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # the same numbers on eight GPUs, models sharded over them
     python ppo_llm.py --help                # every flag, its unit and its effect
 
 Words. The *actor* is trained, and it also samples: there is no separate "old model". The *old policy* is the actor as
@@ -17,6 +18,7 @@ episode: prompt, response, further turns if there are any. An *iteration* is one
 Layout. Rows are right-padded and start at index 0, and all is stored at the token's own index: `mask[b, t]` is 1 iff
 the actor sampled token t, `logprobs[b, t]` = log pi(token t | tokens < t), `values[b, t]` = V(state before token t).
 In shapes: B rows, T tokens, S cache positions, H / Hkv heads, D head size, V vocabulary, N samples of a rollout.
+Several ranks share the work, not the knowledge: each has all N rows of a rollout, and its part of every minibatch.
 
 Reading order: `ppo` at the end tells the story, section 6 is its mathematics, section 4 its rollout. Left out: LoRA,
 methods without critic, top-p and top-k (they make the ratio wrong). Background: "The 37 implementation details of PPO"
@@ -30,19 +32,25 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import datetime
 import functools
+import hashlib
 import inspect
 import json
 import math
+import os
+import pickle
 import queue
 import random
 import re
 import resource
 import shutil
+import signal
 import sys
 import threading
 import time
 import types
+import warnings
 import zlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -55,9 +63,15 @@ import jinja2.sandbox
 import safetensors.torch
 import tokenizers
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -76,8 +90,20 @@ def blame(what: str):
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, dcp.api.CheckpointException) as error:
+        if isinstance(error, dcp.api.CheckpointException):  # no Exception; holds those of several ranks
+            error = next(iter(error.failures.values()))[0]
         raise UserError(f"{what} ({type(error).__name__}: {error!s:.300})") from error
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or Ctrl-C; args[0] is the signal's number."""
+
+
+def say(text: str) -> None:
+    """Print, on rank 0 alone, without breaking a progress bar."""
+    if os.environ.get("RANK", "0") == "0":
+        tqdm.write(text)
 
 
 # === 1. Arguments ===
@@ -92,6 +118,10 @@ class Args:
     log_dir: str = "runs"  # where run folders are made
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes; auto: bfloat16 on cuda
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of each block in the updates; auto: on cuda
+    critic_ranks: int = 0  # the last so many ranks update the critic while the others update the actor; 0: all do both
+    fsdp_shard_size: int | None = None  # ranks that a model is sharded over, copies beyond these; None: all its ranks
+    activation_checkpointing: bool = False  # keep no activations of a block, compute them again in the backward pass
 
     model: str | None = None  # the actor, a Hugging Face folder or hub id org/name; default: a tiny one, warm-started
     critic_model: str | None = None  # checkpoint that the critic starts from; default: the actor as it is before PPO
@@ -103,7 +133,7 @@ class Args:
     num_iterations: int = 200  # iterations, each one rollout and all updates on it
     rollout_batch_size: int = 512  # prompts an iteration
     n_samples_per_prompt: int = 1  # samples of each prompt
-    rollout_slots: int = 512  # rows sampled at once; the KV cache holds slots x (prompt + new tokens)
+    rollout_slots: int = 512  # rows sampled at once, by each rank; the KV cache holds slots x (prompt + new tokens)
     max_prompt_tokens: int | None = None  # a longer prompt is an error; default 16, with --model 512
     max_new_tokens: int | None = None  # all after the prompt, environment's text included; default 8, with --model 256
     temperature: float = 1.0  # divides the logits, alike in sampling, old, new and reference log-probs and entropy
@@ -114,7 +144,7 @@ class Args:
     ppo_epochs: int = 2  # passes of the actor over one rollout
     critic_epochs: int | None = None  # passes of the critic over one rollout; default ppo_epochs
     train_batch_size: int = 128  # samples in a minibatch, that is in an optimizer step
-    micro_batch_tokens: int = 16384  # padded tokens in one forward and backward; memory and speed, never the gradient
+    micro_batch_tokens: int = 16384  # padded tokens in a rank's forward and backward: memory and speed, no gradient
     actor_lr: float | None = None  # learning rate of the actor's AdamW; default 3e-4, with --model 1e-6
     critic_lr: float | None = None  # learning rate of the critic's AdamW; default 5e-4, with --model 1e-5
     lr_end: float = 0.05  # both fall linearly to this fraction of their start; 1: constant
@@ -146,6 +176,9 @@ class Args:
     eval_episodes: int = 512  # episodes of an evaluation, once sampled at temperature 1 and once greedy
     eval_env_kwargs: str = "{}"  # merged over env_kwargs; SortDigits adds its test split, GSM8K the order of the file
     log_completions: int = 4  # samples an iteration in completions.jsonl
+    save_every: int = 50  # iterations between checkpoints; 0: only when a signal or an environment's error ends the run
+    keep_checkpoints: int = 2  # the newest so many are kept
+    resume: str | None = None  # auto: go on with --run-name if it has checkpoints; or a run's folder; or a checkpoint
 
 
 Plan = collections.namedtuple("Plan", "samples_per_iteration minibatches update_steps critic_update_steps "
@@ -169,23 +202,24 @@ def plan_steps(args: Args, world_size: int = 1) -> Plan:
     return Plan(samples, minibatches, actor, critic, *totals)
 
 
-def validate(args: Args) -> Plan:
+def validate(args: Args, world_size: int = 1) -> Plan:
     """Fill the defaults that depend on the job, check every flag. Raises UserError: flag, value and what is valid."""
-    kl_estimator = "k1" if args.kl_in == "reward" else "k3"
-    for name, embedded, checkpoint in [
+    kl_estimator, teams = "k1" if args.kl_in == "reward" else "k3", (world_size - args.critic_ranks, args.critic_ranks)
+    for name, embedded, with_model in [
         ("max_prompt_tokens", 16, 512), ("max_new_tokens", 8, 256), ("sft_steps", 100, 0), ("sft_lr", 1.3e-3, 1e-5),
         ("actor_lr", 3e-4, 1e-6), ("critic_lr", 5e-4, 1e-5), ("kl_coef", 0.0, 0.01),
         ("critic_epochs", args.ppo_epochs, args.ppo_epochs), ("kl_estimator", kl_estimator, kl_estimator),
     ]:
         if getattr(args, name) is None:
-            setattr(args, name, checkpoint if args.model else embedded)
+            setattr(args, name, with_model if args.model else embedded)
     for names, valid, text in [
         ("num_iterations rollout_batch_size n_samples_per_prompt rollout_slots max_prompt_tokens max_new_tokens "
          "kl_horizon sft_batch_size ppo_epochs critic_epochs train_batch_size micro_batch_tokens eval_episodes "
          "max_skipped_steps", lambda x: x >= 1, "must be at least 1"),
         ("seed", lambda x: 0 <= x < 2**31, "must lie in [0, 2**31)"),
         ("sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations ref_sync_every "
-         "missing_eos_penalty eval_every log_completions", lambda x: 0 <= x < math.inf, "must be finite, at least 0"),
+         "missing_eos_penalty eval_every log_completions save_every critic_ranks",
+         lambda x: 0 <= x < math.inf, "must be finite, at least 0"),
         ("temperature clip_high value_clip target_kl rollout_is_cap kl_target max_grad_norm env_timeout",
          lambda x: 0 < x < math.inf, "must be finite, above 0"),
         ("gamma gae_lambda lr_end ref_sync_alpha", lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
@@ -198,13 +232,19 @@ def validate(args: Args) -> Plan:
         ("ref_sync_every", lambda x: x == 0 or args.kl_coef > 0, "needs a reference, that is a --kl-coef above 0"),
         ("critic_warmup_iterations", lambda x: x <= args.num_iterations, "must be at most --num-iterations"),
         ("device", lambda x: x != "cuda" or torch.cuda.is_available(), "no CUDA device is available"),
+        ("rollout_batch_size", lambda x: x >= world_size, f"must be at least 1 for each of {world_size} ranks"),
+        ("critic_ranks", lambda x: x < world_size, f"must leave a rank for the actor; there are {world_size} in all"),
+        ("fsdp_shard_size", lambda x: x >= 1 and not any(n % x for n in teams),
+         f"must divide the numbers of ranks that hold a model, {' and '.join(str(n) for n in teams if n)}"),
+        ("keep_checkpoints", lambda x: x >= 2, "must be at least 2: the newest may turn out to be damaged"),
+        ("resume", lambda x: x != "auto" or args.run_name, "needs --run-name"),
     ]:
         for name in names.split():
             if (value := getattr(args, name)) is not None and not valid(value):
                 raise UserError(f"--{name.replace('_', '-')} {value}: {text}")
     parse_json(args.env_kwargs, "--env-kwargs")
     parse_json(args.eval_env_kwargs, "--eval-env-kwargs")
-    return plan_steps(args)
+    return plan_steps(args, world_size)
 
 
 # === 2. Tokenizer ===
@@ -440,7 +480,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, head: Literal["lm", "scalar"] = "lm"):
         super().__init__()
-        self.config, self.head, self.autocast_dtype = config, head, None
+        self.config, self.head, self.checkpointing = config, head, False
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers)),
@@ -472,16 +512,18 @@ class Transformer(nn.Module):
             G = self.config.num_attention_heads // self.config.num_key_value_heads
             # Repeated as a whole, since Attention folds [G, T] queries in this order: mask [B, 1, G * T, S].
             context += (cache, positions, cache.mask(positions).repeat(1, G, 1)[:, None])
-        with torch.autocast(tokens.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
-            x = self.model.embed_tokens(tokens)  # [B, T, hidden]
-            for block in self.model.layers:
+        x = self.model.embed_tokens(tokens)  # [B, T, hidden]
+        for block in self.model.layers:
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, *context, use_reentrant=False)
+            else:
                 x = block(x, *context)
-            x = self.model.norm(x).flatten(0, 1)  # [B * T, hidden]
+        x = self.model.norm(x).flatten(0, 1)  # [B * T, hidden]
         x = x if select is None else x[select]  # [n, hidden]
         if targets is not None:
-            return token_logprobs(x.to(self.autocast_dtype or x.dtype), self.lm_head.weight, targets, temperature)
+            return token_logprobs(x, self.lm_head.weight, targets, temperature)
         # Values and rewards in fp32: bfloat16 would round them by more than the value clip resolves.
-        out = self.lm_head(x) if self.head == "lm" else x.float() @ self.score.weight[0].float()
+        out = self.lm_head(x) if self.head == "lm" else self.score(x.float())[:, 0].clone()  # FSDP wants no view
         return out if select is not None else out.unflatten(0, (B, T))
 
 
@@ -1004,16 +1046,16 @@ class TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)  # the gradient of an unused output comes as None
-        out = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
-        for part, logprobs, p, target in TokenLogprobs.chunks(hidden, weight.to(hidden.dtype), targets, temperature):
-            out[0, part], out[1, part] = logprobs.gather(1, target)[:, 0], -(p * logprobs).sum(-1)
+        out = [hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(2)]
+        for part, logprobs, p, target in TokenLogprobs.chunks(hidden, weight, targets, temperature):
+            out[0][part], out[1][part] = logprobs.gather(1, target)[:, 0], -(p * logprobs).sum(-1)
         return out[0], out[1]
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets = ctx.saved_tensors
-        cast, grad_hidden, grad_weight = weight.to(hidden.dtype), torch.zeros_like(hidden), torch.zeros_like(weight)
-        for part, logprobs, p, target in TokenLogprobs.chunks(hidden, cast, targets, ctx.temperature):
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for part, logprobs, p, target in TokenLogprobs.chunks(hidden, weight, targets, ctx.temperature):
             # Of the logits: d logprob = onehot - p, d entropy = -p * (log p + entropy). In place: memory.
             factor = 0.0 if grad_logprobs is None else grad_logprobs[part, None]
             if grad_entropy is not None:
@@ -1022,9 +1064,9 @@ class TokenLogprobs(torch.autograd.Function):
             if grad_logprobs is not None:
                 grad.scatter_add_(1, target, grad_logprobs[part, None])
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
-            grad_hidden[part] = grad @ cast
+            grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Tensor]:
@@ -1057,16 +1099,18 @@ def microbatches(indices: Tensor, lengths: Tensor, token_budget: int) -> list[Te
 
 
 def crop(rows: Tensor, lengths: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Rows of tensors [N, T], cut to the longest of them: [b, t]."""
+    """Rows of tensors [N, T], cut to the longest of them: [b, t]. For no rows a blank one that carries no weight."""
+    if len(rows) == 0:
+        return [x.new_zeros(1, 2) for x in tensors]
     width = int(lengths[rows].max())
     return [x[rows, :width] for x in tensors]
 
 
 @torch.no_grad()
 def over_rollout(model: Transformer, tokens: Tensor, mask: Tensor, lengths: Tensor, args: Args) -> Tensor:
-    """Log-probs or values of `at_sampled` for all rows, in microbatches and without gradient: [N, T]."""
+    """Log-probs or values of `at_sampled`, without gradient, [N, T]: this rank's share of the rows, 0 elsewhere."""
     out = torch.zeros(mask.shape, device=mask.device)
-    for rows in microbatches(torch.arange(len(lengths)), lengths, args.micro_batch_tokens):
+    for rows in model.ranks.microbatches(torch.arange(len(lengths)), lengths, args.micro_batch_tokens):
         mb_tokens, mb_mask = crop(rows, lengths, tokens, mask)
         out[rows, : mb_mask.shape[1]], _ = at_sampled(model, mb_tokens, mb_mask, args.temperature)
     return out
@@ -1135,69 +1179,280 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
 
 
 # === 8. Parallelism ===
+# Compute is sharded, experience is replicated: every rank holds all of a rollout and computes its share of the rows of
+# each minibatch. What ranks must agree on follows from what all of them hold, so they make the same collective calls.
 
 
-def rollout_model(actor: Transformer) -> Transformer:
-    """The model that samples: the actor itself in float32, else a copy with cast weights (`sync_rollout_model`)."""
-    if actor.autocast_dtype is None:
-        return actor
-    sampler = copy.deepcopy(actor).requires_grad_(False)
-    for p in sampler.parameters():  # not `.to(dtype)`, which would round the rotary frequencies
-        p.data = p.data.to(actor.autocast_dtype)
-    sampler.autocast_dtype = None
-    return sampler
+class Ranks:
+    """The processes that hold a model, or all of them, the world. With one process each method is the identity."""
+
+    def __init__(self, ranks, device: torch.device, shard_size: int | None = None):
+        self.ranks, self.device, self.group, self.mesh = list(ranks), device, None, None
+        self.rank, self.size = int(os.environ.get("RANK", 0)), len(self.ranks)
+        if dist.is_initialized():  # groups are made by all ranks together, members or not
+            self.group = dist.new_group(self.ranks)
+            grid = torch.tensor(self.ranks).view(-1, shard_size or self.size)
+            names = ("replicate", "shard")
+            self.mesh = DeviceMesh(device.type, grid, mesh_dim_names=names) if len(grid) > 1 else DeviceMesh(
+                device.type, grid[0], mesh_dim_names=names[1:])  # fmt: skip
+
+    def gather(self, value) -> list:
+        """`value`, anything that can be pickled, of every rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, self.group)
+        return values
+
+    @contextlib.contextmanager
+    def agree(self):
+        """What the block raises on one rank is raised on all: none goes on alone and waits for the others forever."""
+        error = None
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as caught:
+            error = caught
+        ours = isinstance(error, UserError | KeyboardInterrupt | None)  # others may not survive pickling
+        errors = self.gather(error if ours else RuntimeError(f"rank {self.rank}: {error!r}"))
+        if not ours:
+            raise error
+        for first in errors:
+            if first is not None:
+                raise first
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x summed over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def total(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Over microbatches and ranks: sums, of `max_*` maxima. The only host read of a minibatch beside its norm."""
+        names, parts = list(parts[0]), [torch.stack([x.detach().double() for x in part.values()]) for part in parts]
+        parts = torch.stack(parts)  # [microbatches, names]
+        sums, peaks = self.sum(parts.sum(0)), parts.amax(0)
+        if self.size > 1:
+            dist.all_reduce(peaks, dist.ReduceOp.MAX, group=self.group)
+        sums, peaks = torch.stack([sums, peaks]).tolist()
+        return {name: peaks[i] if name.startswith("max_") else sums[i] for i, name in enumerate(names)}
+
+    def microbatches(self, rows: Tensor, lengths: Tensor, token_budget: int) -> list[Tensor]:
+        """This rank's microbatches of `rows`, which are dealt out so that each rank gets about as many tokens.
+
+        All ranks get equally many: a forward of sharded weights is a collective call, and a missing one hangs the
+        others. Those without rows are for `crop` to fill.
+        """
+        shares, loads, size = [[] for _ in self.ranks], [0] * self.size, lengths.tolist()
+        for row in sorted(rows.tolist(), key=lambda row: -size[row]):  # longest first, to whom has least
+            least = loads.index(min(loads))
+            shares[least].append(row)
+            loads[least] += size[row]
+        groups = [microbatches(torch.tensor(share, dtype=torch.int64), lengths, token_budget) for share in shares]
+        mine = groups[self.ranks.index(self.rank)]
+        return mine + [rows[:0]] * (max(map(len, groups)) - len(mine))
+
+
+def connect(args: Args, stack: contextlib.ExitStack) -> tuple[torch.device, torch.dtype, Ranks, Ranks, Ranks]:
+    """Device, dtype of forward passes, and who is who: the world, the actor's ranks, the critic's.
+
+    FSDP2 serves one process too, wherever forward passes are in another precision than the weights.
+    """
+    use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
+    dtype = torch.bfloat16 if args.dtype == "bfloat16" or (args.dtype == "auto" and use_cuda) else torch.float32
+    if args.compile == "auto":
+        args.compile = "on" if use_cuda else "off"
+    if use_cuda:
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ or use_cuda or dtype != torch.float32:
+        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        # Long enough for ranks whose rollout takes longer; of ranks that die torchrun knows at once.
+        timeout = datetime.timedelta(hours=2)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout, **alone)
+        stack.callback(dist.destroy_process_group)
+    W = dist.get_world_size() if dist.is_initialized() else 1
+    world, K = Ranks(range(W), device), args.critic_ranks
+    actors = Ranks(range(W - K), device, args.fsdp_shard_size)
+    return device, dtype, world, actors, Ranks(range(W - K, W), device, args.fsdp_shard_size) if K else actors
+
+
+def shard(model: Transformer, ranks: Ranks, args: Args, dtype: torch.dtype) -> Transformer:
+    """Activation checkpointing, then torch.compile of each block, then FSDP2: the order matters."""
+    model.ranks, model.checkpointing = ranks, args.activation_checkpointing
+    if args.compile == "on":
+        for block in model.model.layers:
+            block.compile()
+    if ranks.mesh is None:
+        return model
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    own = {} if model.head == "lm" else {model.score: MixedPrecisionPolicy()}  # the value head stays in float32
+    for unit in (*model.model.layers, *own, model):
+        # The root, too, must give its weights back after forward: else they are no DTensors until the next backward.
+        fully_shard(unit, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=own.get(unit, mixed))
+        # Losses are divided by the token count of all ranks already: gradients add up, on every unit (neither call
+        # recurses), and without the second call gloo would refuse the first.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 @torch.no_grad()
-def sync_rollout_model(sampler: Transformer, actor: Transformer) -> None:
-    """Bring the sampling copy up to date in place, so that its addresses stay valid."""
-    if sampler is not actor:
-        torch._foreach_copy_(list(sampler.parameters()), list(actor.parameters()))
+def copy_weights(actor: Transformer | None, target: Transformer, actors: Ranks) -> None:
+    """Bring `target`, unsharded, up to date in place, on every rank: those without the actor pass None."""
+    if actor is target:
+        return
+    for name, p in target.named_parameters():
+        if actor is None:
+            whole = torch.empty(p.shape, dtype=p.dtype, device=actors.device)
+        else:
+            whole = actor.get_parameter(name).detach().to(p.dtype)
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        if dist.is_initialized() and actors.size < dist.get_world_size():
+            dist.broadcast(whole, src=0)
+        p.copy_(whole)
+
+
+def unsharded_copy(actor: Transformer | None, config: ModelConfig, actors: Ranks, keep: bool = True) -> Transformer:
+    """The actor's weights in float32 on the CPU. All ranks take part; those that do not `keep` it get no data."""
+    with torch.device("meta"):
+        whole = Transformer(config)
+    if keep:
+        whole.to_empty(device="cpu").tie_weights()
+        whole.rope = rope_frequencies(config)
+    copy_weights(actor, whole, actors)
+    return whole
+
+
+def rollout_model(actor: Transformer, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """A whole copy that samples while the actor is sharded; `copy_weights` refreshes it, its addresses stay valid."""
+    sampler = copy.deepcopy(actor).requires_grad_(False).to(device)
+    for p in sampler.parameters():  # not `.to(dtype)`, which would round the rotary frequencies
+        p.data = p.data.to(dtype)
+    return sampler
+
+
+class Signals:
+    """SIGTERM and Ctrl-C end a rollout at once, what follows it not before the next one begins."""
+
+    def __init__(self, stack: contextlib.ExitStack):
+        self.received, self.at_once = None, False
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                stack.callback(signal.signal, signum, signal.signal(signum, self.handle))
+
+    def handle(self, signum: int, frame) -> None:
+        self.received = signum
+        if self.at_once:
+            self.at_once = False  # torchrun sends it again
+            raise Interrupted(signum)
+        if os.environ.get("RANK", "0") == "0":  # no `say`: what this interrupts may be printing
+            os.write(2, b"\nstopping after this iteration; Ctrl-\\ ends the run at once, without a checkpoint\n")
+
+    @contextlib.contextmanager
+    def interrupt(self):
+        self.at_once = True
+        try:
+            if self.received:
+                raise Interrupted(self.received)
+            yield
+        finally:
+            self.at_once = False
+
+
+def shared_rollout(world: Ranks, signals: Signals, actor, tokenizer, envs, seeds, args, iteration, greedy=False):
+    """`rollout` of `seeds` [N] by all ranks, a run of consecutive samples each; every rank gets the whole Rollout."""
+    first, last = (len(seeds) * rank // world.size for rank in (world.rank, world.rank + 1))
+    part = None
+    with world.agree(), signals.interrupt():
+        if first < last:
+            part = rollout(actor, tokenizer, envs, seeds[first:last], range(first, last), args, iteration, greedy)
+    if world.size == 1:
+        return part
+    to = lambda x, place: x.to(place) if isinstance(x, Tensor) else x
+    fields = [field.name for field in dataclasses.fields(Rollout)]
+    parts = world.gather(part and Rollout(*(to(getattr(part, name), "cpu") for name in fields)))
+    parts = [part for part in parts if part]  # with fewer episodes than ranks some have none
+    width, whole = max(part.tokens.shape[1] for part in parts), {}
+    for name in fields:
+        values = [getattr(part, name) for part in parts]
+        if name == "stats":
+            whole[name] = {key: sum(stats[key] for stats in values) / len(values) for key in values[0]}
+        elif isinstance(values[0], list):
+            whole[name] = [x for value in values for x in value]
+        elif name == "lengths":
+            whole[name] = torch.cat(values)
+        else:
+            whole[name] = torch.cat([F.pad(x, (0, width - x.shape[1])) for x in values]).to(world.device)
+    return Rollout(**whole)
 
 
 # === 9. Checkpoints ===
 
 
 class RunFolder:
-    """<log_dir>/<run_name>/: TensorBoard events, *.jsonl, config.json, summary.json, this script, model/ (export)."""
+    """<log_dir>/<run_name>/: TensorBoard events, *.jsonl, config.json, summary.json, this script, checkpoints/, model/.
 
-    def __init__(self, args: Args):
+    Rank 0 writes; on the others all methods do nothing.
+    """
+
+    def __init__(self, args: Args, world: Ranks, resume: Resume):
         name = f"{args.env_id.split(':')[-1]}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.path, self.started = Path(args.log_dir) / (args.run_name or name), time.monotonic()
+        self.path, state = resume.folder or Path(args.log_dir) / (args.run_name or world.gather(name)[0]), resume.state
+        self.writes, self.files, self.writers = world.rank == 0, {}, ()
+        self.started = time.monotonic() - (state["seconds"] if state else 0)
         self.summary = {"status": "failed", "iterations": 0, "update_steps": 0}
         versions = {"python": sys.version} | {m.__name__: m.__version__ for m in (torch, gym, tokenizers)}
-        config = {"args": dataclasses.asdict(args), "argv": sys.argv, "versions": versions}
+        config = {"args": dataclasses.asdict(args), "argv": sys.argv, "ranks": world.size, "versions": versions}
+        if not self.writes:
+            return
         with blame(f"--log-dir {args.log_dir}: cannot write {self.path}"):
-            if self.path.exists():
-                raise UserError(f"--run-name: {self.path} exists; choose another name or delete it")
-            self.path.mkdir(parents=True)
+            if self.path.exists() and not resume.folder:
+                raise UserError(f"--run-name: {self.path} exists; --resume auto goes on with it, else choose another")
+            self.path.mkdir(parents=True, exist_ok=True)
             shutil.copy(__file__, self.path)
             (self.path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        self.writer = SummaryWriter(self.path)
-        self.files = {n: open(self.path / f"{n}.jsonl", "w", encoding="utf-8") for n in ("metrics", "completions")}
+            for name in ("metrics", "completions"):
+                self.files[name] = open(self.path / f"{name}.jsonl", "a", encoding="utf-8")
+                # What was written after the checkpoint will be written again.
+                self.files[name].truncate(state["bytes"][name] if state and resume.folder else 0)
+        # On resume TensorBoard cuts all of a folder at one step, and ratios are logged by actor step: two folders.
+        actor_steps = state["learners"]["actor"]["steps"] if state and state["learners"] else None
+        self.writers = [SummaryWriter(self.path, purge_step=state and state["iteration"]),
+                        SummaryWriter(self.path / "ratios", purge_step=actor_steps)]
+
+    def sizes(self) -> dict[str, int]:
+        return {name: (self.path / f"{name}.jsonl").stat().st_size for name in self.files}
 
     def write(self, name: str, row: dict) -> None:
         """Append a line to <name>.jsonl. What is None or not finite is left out: NaN and Infinity are not JSON."""
-        row = json.loads(json.dumps(row), parse_constant=lambda constant: None)
-        row = {name: value for name, value in row.items() if value is not None}
-        self.files[name].write(json.dumps(row, ensure_ascii=False) + "\n")
-        self.files[name].flush()
+        if self.writes:
+            row = json.loads(json.dumps(row), parse_constant=lambda constant: None)
+            row = {name: value for name, value in row.items() if value is not None}
+            with blame(f"{self.path}: cannot write {name}.jsonl"):
+                self.files[name].write(json.dumps(row, ensure_ascii=False) + "\n")
+                self.files[name].flush()
 
     def log(self, row: dict) -> None:
         """Log an iteration; TensorBoard gets its numbers by iteration, and those in ratio/steps by actor step."""
         self.write("metrics", row)
-        for name, value in row.items():
+        for name, value in row.items() if self.writes else ():
             if isinstance(value, int | float) and name != "iteration":
-                self.writer.add_scalar(name, value, row["iteration"])
-        for step in row["ratio/steps"]:
+                self.writers[0].add_scalar(name, value, row["iteration"])
+        for step in row["ratio/steps"] if self.writes else ():
             for name in ("dev", "ratio_mean", "clipfrac", "out_of_clip", "approx_kl"):
-                self.writer.add_scalar(f"ratio/{name}", step[name], step["step"])
+                self.writers[1].add_scalar(f"ratio/{name}", step[name], step["step"])
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.summary["status"] = {None: "completed", KeyboardInterrupt: "interrupted"}.get(kind, "failed")
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self.summary["status"] = "interrupted" if interrupted else "failed" if kind else "completed"
         self.summary |= {"seconds": time.monotonic() - self.started, "peak_memory_bytes": peak_memory()}
-        (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2), encoding="utf-8")
-        for file in (self.writer, *self.files.values()):
+        if self.writes:
+            (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2), encoding="utf-8")
+        for file in (*self.writers, *self.files.values()):
             file.close()
 
 
@@ -1205,6 +1460,185 @@ def peak_memory() -> int:
     """Bytes: of the GPU if one is in use, else resident ones of this process (ru_maxrss counts KiB on Linux)."""
     on_gpu = torch.cuda.is_initialized()
     return torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Checkpoints:
+    """Saves and restores a run between two iterations: `now` and the weights and moments of `models`.
+
+    `models` {name: (model, its Learner or None, its Ranks)} are those that this rank holds. They are written by DCP
+    (torch.distributed.checkpoint), a folder each, so that a run may go on with other ranks or another placement.
+    """
+
+    def __init__(self, run: RunFolder, world: Ranks, args: Args, config: ModelConfig, now, models: dict, export):
+        self.run, self.world, self.args, self.now, self.models, self.export = run, world, args, now, models, export
+        self.config, self.folder, self.saved = config, run.path / "checkpoints", None
+
+    def each_model(self, transfer, path: Path) -> None:
+        """dcp.save or dcp.load of every model's tensors: {"weights": {name: tensor}, "moments": {name: {...}}}."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            for name, (model, learner, ranks) in self.models.items():
+                tensors, states = {"weights": {}}, learner.optimizer.state if learner else {}
+                for key, p in model.named_parameters():
+                    tensors["weights"][key] = p.detach()
+                    if p in states:  # not before the first step: DCP's own way to an optimizer's state would make one
+                        tensors.setdefault("moments", {})[key] = states[p]
+                transfer(tensors, checkpoint_id=path / name, process_group=ranks.group, no_dist=ranks.group is None)
+
+    def save(self) -> None:
+        """Write iter_<iterations done>, if it is not there, and prune. Raises UserError, on all ranks.
+
+        The folder gets its name when all of it, a manifest of all files last, is on the disk: what has it is complete.
+        """
+        world, path = self.world, self.folder / f"iter_{self.now.iteration:06d}"
+        if path == self.saved:
+            return
+        partial, only_first = self.folder / "partial", world.rank == 0
+        failed = f"{path} cannot be written: make room, or move the run and --resume it. Earlier checkpoints are intact"
+        with world.agree(), blame(failed):
+            if only_first:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+                state = vars(self.now) | {"args": dataclasses.asdict(self.args), "config": self.config.raw}
+                state |= {"seconds": time.monotonic() - self.run.started, "bytes": self.run.sizes()}
+                write_synced(partial / "state.json", state)
+        with world.agree(), blame(failed):
+            self.each_model(dcp.save, partial)
+        with world.agree(), blame(failed):
+            files = sorted(str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file())
+            mine = {name: digest(partial / name) for name in files[world.rank :: world.size]}
+        manifest = {name: entry for part in world.gather(mine) for name, entry in part.items()}
+        with world.agree(), blame(failed):
+            if only_first:
+                write_synced(partial / "manifest.json", manifest)
+                shutil.rmtree(path, ignore_errors=True)  # there only if it was found damaged
+                partial.rename(path)
+                directory = os.open(self.folder, os.O_RDONLY)
+                os.fsync(directory)
+                os.close(directory)
+                for old in [p for p in checkpoints_in(self.folder) if p <= path][self.args.keep_checkpoints :]:
+                    shutil.rmtree(old.rename(partial))
+        self.saved = path
+        say(f"saved {path}")
+
+    def load(self, resume: Resume) -> None:
+        """Go on from a verified checkpoint: fills `now`, weights and moments in place."""
+        state, then = resume.state, resume.state["args"]
+        vars(self.now).update({name: state[name] for name in vars(self.now)})
+        if self.args.kl_coef != then["kl_coef"]:
+            self.now.kl_coef = self.args.kl_coef
+        for name, (_, learner, _) in self.models.items():
+            if learner and self.now.learners:
+                learner.restore(self.now.learners[name])
+        with self.world.agree(), blame(f"{resume.checkpoint}: does not fit this run"):
+            self.each_model(dcp.load, resume.checkpoint)
+        self.saved = resume.checkpoint
+        say(f"going on from {resume.checkpoint}, after {self.now.iteration} iterations")
+        for name, value in dataclasses.asdict(self.args).items():
+            if value != then.get(name) and name not in ("resume", "run_name", "log_dir"):
+                say(f"  --{name.replace('_', '-')} was {then.get(name)}, is now {value}")
+
+    @contextlib.contextmanager
+    def on_stop(self):
+        """A signal, or an error that all ranks have agreed on, leaves a checkpoint and the exported model behind."""
+        try:
+            yield
+        except (UserError, KeyboardInterrupt):
+            self.save()
+            self.export()
+            say(f"--resume {self.run.path} goes on from there")
+            raise
+
+
+def write_synced(path: Path, value: dict) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def digest(path: Path) -> dict:
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Newest first."""
+    return sorted(folder.glob("iter_" + "[0-9]" * 6), reverse=True)
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads what DCP writes as metadata, and refuses any other name: a pickle may call whatever it names."""
+
+    NAMES = types.MappingProxyType({
+        "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata "
+                                                 "MetadataIndex StorageMeta BytesStorageMetadata _MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.filesystem": "_StorageInfo", "torch.serialization": "_get_layout",
+        "torch": "Size float32", "pathlib": "PosixPath",
+    })  # fmt: skip
+
+    def find_class(self, module, name):
+        if name not in self.NAMES.get(module, "").split():
+            raise pickle.UnpicklingError(f"refused to call {module}.{name}")
+        return super().find_class(module, name)
+
+
+def verify_checkpoint(path: Path, world: Ranks) -> dict:
+    """The state in a checkpoint, all of whose files are as they were saved. Raises UserError, on all ranks, if not."""
+    with world.agree(), blame(f"{path} is damaged"):
+        manifest = parse_json(read_text(path / "manifest.json"), path / "manifest.json")
+        for name in sorted({*manifest, "state.json"})[world.rank :: world.size]:
+            if digest(path / name) != manifest[name]:
+                raise ValueError(f"{name} is not as it was saved")
+        for metadata in path.rglob(".metadata"):
+            with open(metadata, "rb") as file:
+                MetadataUnpickler(file).load()
+        return parse_json(read_text(path / "state.json"), path / "state.json")
+
+
+# Run folder to go on in (None: a new one), checkpoint and its state to go on from, summary if there is nothing to do.
+Resume = collections.namedtuple("Resume", "folder checkpoint state finished", defaults=[None] * 4)
+
+
+def find_resume(args: Args, config: ModelConfig, world: Ranks) -> Resume:
+    """What --resume means. Damaged checkpoints are named and passed over. Raises UserError: none left, none that fits.
+
+    A run's folder is gone on with in place; from a single checkpoint a new run begins.
+    """
+    if args.resume is None:
+        return Resume()
+    folder = Path(args.log_dir, args.run_name) if args.resume == "auto" else Path(args.resume)
+    single = folder.name.startswith("iter_")
+    found, state = world.gather([folder] if single else checkpoints_in(folder / "checkpoints"))[0], None
+    for path in found:
+        try:
+            state = verify_checkpoint(path, world)
+            break
+        except UserError as error:
+            say(f"WARNING: {error}")
+    if not state and (found or args.resume != "auto"):
+        raise UserError(f"--resume {args.resume}: {'only damaged checkpoints' if found else 'no checkpoint'} there")
+    if not state:
+        say(f"--resume auto: no checkpoint in {folder} yet, starting afresh")
+        return Resume(folder)
+    for key, now in vars(config).items():
+        then = getattr(ModelConfig.from_hf(state["config"]), key)
+        if now != then and key not in ("raw", "max_position_embeddings"):
+            raise UserError(f"--resume {path}: its model has {key} {then}, this run's {now}")
+    if args.kl_coef > 0 and state["args"]["kl_coef"] == 0:
+        raise UserError(f"--kl-coef {args.kl_coef}: {path} has no reference, its run began with --kl-coef 0")
+    summary, finished = folder / "summary.json", None
+    if not single and state["iteration"] >= args.num_iterations and summary.is_file():
+        finished = parse_json(read_text(summary), summary)
+    return Resume(None if single else folder, path, state, finished and finished["status"] == "completed" and finished)
+
+
+def export_model(actor: Transformer | None, config: ModelConfig, tokenizer, actors: Ranks, world: Ranks, path: Path):
+    """`save_hf_checkpoint` of an actor that may be sharded; all ranks take part."""
+    whole = unsharded_copy(actor, config, actors, keep=world.rank == 0)
+    with world.agree(), blame(f"{path}: the model cannot be written"):
+        if world.rank == 0:
+            save_hf_checkpoint(whole, config, tokenizer, path)
 
 
 # === 10. Training loop ===
@@ -1229,10 +1663,9 @@ def embedded_model(args: Args, env: EnvThread) -> tuple[HFTokenizer, Transformer
 
 def critic_from(actor: Transformer) -> Transformer:
     """A critic with the actor's body and a value head of zeros."""
-    critic = Transformer(actor.config, head="scalar").to(actor.rope.device)
+    critic = Transformer(actor.config, head="scalar")
     critic.load_state_dict({k: v for k, v in actor.state_dict().items() if k != "lm_head.weight"}, strict=False)
     nn.init.zeros_(critic.score.weight)
-    critic.autocast_dtype = actor.autocast_dtype
     return critic
 
 
@@ -1243,11 +1676,8 @@ class Learner:
         self.model, self.args = model, args
         self.first_lr, self.lr_end, self.total_steps = lr, lr_end, max(1, total_steps)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
-        self.lr, self.steps, self.streak, self.bad_tensor = lr, 0, 0, ""
-        self.begin_iteration()
-
-    def begin_iteration(self) -> None:
-        self.sums, self.tokens, self.skipped = collections.Counter(), 0, 0
+        self.lr, self.steps, self.streak, self.bad_tensor, self.complaint = lr, 0, 0, "", None
+        self.sums, self.tokens, self.skipped = collections.Counter(), 0, 0  # of the iteration
 
     def step(self, stats: dict[str, float], tokens: int) -> None:
         """One optimizer step, counted even if skipped; `stats` are means over the minibatch's trained `tokens`."""
@@ -1256,23 +1686,36 @@ class Learner:
             group["lr"] = self.lr
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         norm = nn.utils.get_total_norm(gradients.values())
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if norm.isfinite():
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.args.max_grad_norm, norm)
             self.optimizer.step()
             self.streak = 0
         else:
-            self.bad_tensor = next((n for n, grad in gradients.items() if not grad.isfinite().all()), "their norm")
+            bad = next((n for n, grad in gradients.items() if not local(grad).isfinite().all()), None)
+            self.bad_tensor = next(filter(None, self.model.ranks.gather(bad)), "their norm")
             self.skipped, self.streak = self.skipped + 1, self.streak + 1
+            if self.streak >= self.args.max_skipped_steps:
+                self.complaint = (f"--max-skipped-steps {self.args.max_skipped_steps}: so many gradients in a row were "
+                                  f"not finite, the last in {self.bad_tensor}")
         self.optimizer.zero_grad()
         self.steps, self.tokens = self.steps + 1, self.tokens + tokens
         self.sums.update({name: value * tokens for name, value in (stats | {"grad_norm": float(norm)}).items()})
-        if self.streak >= self.args.max_skipped_steps:
-            raise UserError(f"--max-skipped-steps {self.streak}: so many gradients in a row were not finite, the last "
-                            f"in {self.bad_tensor}")
 
-    def means(self) -> dict[str, float]:
-        """Of the iteration, weighted by tokens over all its minibatches."""
-        return {name: value / max(1, self.tokens) for name, value in self.sums.items()}
+    def end_iteration(self) -> dict:
+        """What this iteration's log, diagnosis and checkpoint need; `means` are token-weighted over its minibatches."""
+        means = {name: value / max(1, self.tokens) for name, value in self.sums.items()}
+        counters = {"steps": self.steps, "streak": self.streak, "has_moments": len(self.optimizer.state) > 0}
+        report = {"lr": self.lr, "skipped": self.skipped, "bad_tensor": self.bad_tensor, "complaint": self.complaint}
+        self.sums, self.tokens, self.skipped = collections.Counter(), 0, 0
+        return report | {"means": means, "counters": counters}
+
+    def restore(self, counters: dict) -> None:
+        """Make room for the moments that a checkpoint with these counters will be read into."""
+        self.steps, self.streak = counters["steps"], counters["streak"]
+        for p in self.model.parameters() if counters["has_moments"] else ():
+            state = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **state}
 
 
 def shuffled_minibatches(args: Args, samples: int, iteration: int, epoch: int) -> tuple[Tensor, ...]:
@@ -1284,11 +1727,11 @@ def shuffled_minibatches(args: Args, samples: int, iteration: int, epoch: int) -
 def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: EnvThread, args: Args) -> None:
     """Supervised steps on the environment's demonstrations, with an optimizer of their own that is then discarded."""
     if args.sft_steps == 0 or "demonstration" not in env.reset(0)[1]:
-        print("warm start: none,", f"{env.name} has no info['demonstration']" if args.sft_steps else "--sft-steps 0")
+        say(f"warm start: none, {env.name + ' has no demonstrations' if args.sft_steps else '--sft-steps 0'}")
         return
-    learner, device = Learner(actor, args.sft_lr, 0.0, args.sft_steps, args), actor.rope.device
-    for step in tqdm(range(args.sft_steps), desc="warm start", leave=False):
-        rows, starts, loss_sum = [], [], 0.0
+    learner, ranks, device = Learner(actor, args.sft_lr, 0.0, args.sft_steps, args), actor.ranks, actor.rope.device
+    for step in tqdm(range(args.sft_steps), desc="warm start", leave=False, disable=ranks.rank > 0):
+        rows, starts, losses = [], [], []
         for seed in range(step * args.sft_batch_size, (step + 1) * args.sft_batch_size):
             prompt, info = env.reset(seed)
             with blame(f"environment {env.name}, seed {seed}: info['demonstration'] must be text"):
@@ -1298,19 +1741,21 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: EnvThread, args:
         lengths, tokens = torch.tensor([len(row) for row in rows]), nn.utils.rnn.pad_sequence(rows, batch_first=True)
         columns = torch.arange(tokens.shape[1])
         mask = ((columns >= torch.tensor(starts)[:, None]) & (columns < lengths[:, None])).to(device)  # [B, T]
-        for part in microbatches(torch.arange(len(rows)), lengths, args.micro_batch_tokens):
+        for part in ranks.microbatches(torch.arange(len(rows)), lengths, args.micro_batch_tokens):
             loss = -at_sampled(actor, *crop(part, lengths, tokens, mask))[0].sum() / mask.sum()
             loss.backward()
-            loss_sum += float(loss.detach())
-        learner.step({}, 0)
-    print(f"warm start: {args.sft_steps} steps of {args.sft_batch_size} demonstrations, loss {loss_sum:.3f} a token")
+            losses.append({"loss": loss})
+        learner.step(loss := ranks.total(losses), 0)
+        if learner.complaint:
+            raise UserError(learner.complaint)
+    say(f"warm start: {args.sft_steps} steps of {args.sft_batch_size} demonstrations, loss {loss['loss']:.3f} a token")
 
 
-def evaluate(actor: Transformer, tokenizer: HFTokenizer, envs: list, args: Args, iteration: int) -> dict[str, float]:
+def evaluate(sample, envs: list, args: Args, iteration: int) -> dict[str, float]:
     """Means over the evaluation episodes, sampled at temperature 1 (the policy PPO trains), and greedy accuracy."""
     args, episodes = dataclasses.replace(args, temperature=1.0), range(args.eval_episodes)
-    sampled = rollout(actor, tokenizer, envs, episodes, episodes, args, -1 - iteration)  # negative: noise of its own
-    greedy = rollout(actor, tokenizer, envs, episodes, episodes, args, -1 - iteration, greedy=True)
+    sampled = sample(envs, episodes, args, -1 - iteration)  # negative: noise of its own
+    greedy = sample(envs, episodes, args, -1 - iteration, greedy=True)
     sums = {"accuracy": sum(sampled.success), "greedy_accuracy": sum(greedy.success),
             "reward": float(sampled.rewards.sum()), "response_tokens": float(sampled.mask.sum())}
     return {name: value / len(episodes) for name, value in sums.items()}
@@ -1342,80 +1787,109 @@ def train(args: Args) -> dict:
 
 
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
-    plan = validate(args)
-    use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
-    device, samples = torch.device("cuda" if use_cuda else "cpu"), plan.samples_per_iteration
-    dtype = torch.bfloat16 if args.dtype == "bfloat16" or (args.dtype == "auto" and use_cuda) else torch.float32
+    plan = validate(args, int(os.environ.get("WORLD_SIZE", 1)))
+    device, dtype, world, actors, critics = connect(args, stack)
+    samples, has_actor, has_critic = plan.samples_per_iteration, world.rank in actors.ranks, world.rank in critics.ranks
     torch.manual_seed(args.seed)
 
     # --- Load and try all that can be wrong, before anything is written
-    envs = make_envs(args, min(args.rollout_slots, samples))
-    eval_envs = make_envs(args, min(args.rollout_slots, args.eval_episodes), evaluation=True)
-    if args.model:
-        folder = find_checkpoint("model", args.model)
-        with blame(f"{folder}: the tokenizer's files are malformed"):
-            tokenizer = HFTokenizer(folder)
-        actor, config = load_hf_checkpoint(folder, device=device)
-    else:
-        tokenizer, actor, config = embedded_model(args, envs[0])
-    models = {"model": actor.to(device)}
-    for flag, name in (("critic-model", args.critic_model), ("reward-model", args.reward_model)):
-        if name:
-            models[flag] = load_hf_checkpoint(find_checkpoint(flag, name), device=device, head="scalar")[0]
-    for flag, model in models.items():
-        model.autocast_dtype = None if dtype == torch.float32 else dtype
-        if tokenizer.vocab_size > model.config.vocab_size:
-            sizes = f"{model.config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
-            raise UserError(f"--{flag}: the model's vocabulary of {sizes}")
-        if args.max_prompt_tokens + args.max_new_tokens > (context := model.config.max_position_embeddings):
-            sizes = f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens {args.max_new_tokens}"
-            raise UserError(f"{sizes}: must be at most the context of --{flag}, {context} tokens")
-    critic, scorer = models.get("critic-model"), models.get("reward-model")
-    if scorer and not scorer.score.weight.any():
-        raise UserError(f"--reward-model {args.reward_model}: has no score.weight, is no sequence classifier")
-    for env in (envs[0], eval_envs[0]):
-        prompt_ids(tokenizer, env.reset(0)[0], args)
-    tokenizer.encode_feedback("-")
-    stack.push(run := RunFolder(args))
-    export = functools.partial(save_hf_checkpoint, actor, config, tokenizer, run.path / "model")
-    export()  # if this fails, then now and not at the end
-    stack.callback(export)  # however the run ends
-    print(f"{run.path}: {sum(p.numel() for p in actor.parameters()):,} parameters on {device}, {dtype}")
-    print(step_table(args, plan))
+    with world.agree():
+        envs = make_envs(args, min(args.rollout_slots, -(-samples // world.size)))
+        eval_envs = make_envs(args, min(args.rollout_slots, -(-args.eval_episodes // world.size)), evaluation=True)
+        if args.model:
+            folder = find_checkpoint("model", args.model)
+            with blame(f"{folder}: the tokenizer's files are malformed"):
+                tokenizer = HFTokenizer(folder)
+            actor, config = load_hf_checkpoint(folder)
+        else:
+            tokenizer, actor, config = embedded_model(args, envs[0])
+        models = {"model": actor}
+        for flag, name in (("critic-model", args.critic_model), ("reward-model", args.reward_model)):
+            if name:
+                models[flag] = load_hf_checkpoint(find_checkpoint(flag, name), head="scalar")[0]
+        for flag, model in models.items():
+            if tokenizer.vocab_size > model.config.vocab_size:
+                sizes = f"{model.config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+                raise UserError(f"--{flag}: the model's vocabulary of {sizes}")
+            if args.max_prompt_tokens + args.max_new_tokens > (context := model.config.max_position_embeddings):
+                sizes = f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens {args.max_new_tokens}"
+                raise UserError(f"{sizes}: must be at most the context of --{flag}, {context} tokens")
+        critic, scorer = models.get("critic-model"), models.get("reward-model")
+        if scorer and not scorer.score.weight.any():
+            raise UserError(f"--reward-model {args.reward_model}: has no score.weight, is no sequence classifier")
+        for env in (envs[0], eval_envs[0]):
+            prompt_ids(tokenizer, env.reset(0)[0], args)
+        tokenizer.encode_feedback("-")
+    resume = find_resume(args, config, world)
+    if resume.finished:
+        say(f"{resume.folder}: finished; with a --num-iterations above {args.num_iterations} it would go on")
+        return resume.finished
+    with world.agree():
+        stack.push(run := RunFolder(args, world, resume))
+    where = f"{device.type}, {dtype}, {world.size} rank{'s' * (world.size > 1)}"
+    say(f"{run.path}: {sum(p.numel() for p in actor.parameters()):,} parameters, {where}\n{step_table(args, plan)}")
     if not tokenizer.template:
-        print("no chat template: prompts are encoded as plain text")
+        say("no chat template: prompts are encoded as plain text")
 
-    # --- Warm start, then critic and reference from the actor as it is now
-    warm_start(actor, tokenizer, envs[0], args)
-    critic = critic or critic_from(actor)
-    reference = copy.deepcopy(actor).requires_grad_(False) if args.kl_coef > 0 else None
-    sampler, stop_ids = rollout_model(actor), torch.tensor(tokenizer.stop_ids, device=device)
-    actor_learner = Learner(actor, args.actor_lr, args.lr_end, plan.actor_steps_total, args)
-    critic_learner = Learner(critic, args.critic_lr, args.lr_end, plan.critic_steps_total, args)
-    kl_coef, last_cause = args.kl_coef, None
+    # --- Warm start, then critic and reference from the actor as it is now. A model that a rank does not hold is None
+    sampler = actor if actors.mesh is None and args.compile != "on" else rollout_model(actor, device, dtype)
+    actor = shard(actor, actors, args, dtype) if has_actor else None
+    if actor and not resume.state:
+        warm_start(actor, tokenizer, envs[0], args)
+    whole = unsharded_copy(actor, config, actors)
+    critic = shard(critic or critic_from(whole), critics, args, dtype) if has_critic else None
+    scorer = shard(scorer.requires_grad_(False), critics, args, dtype) if scorer and has_critic else None
+    reference = shard(whole.requires_grad_(False), actors, args, dtype) if args.kl_coef > 0 and has_actor else None
+    actor_learner = Learner(actor, args.actor_lr, args.lr_end, plan.actor_steps_total, args) if actor else None
+    critic_learner = Learner(critic, args.critic_lr, args.lr_end, plan.critic_steps_total, args) if critic else None
+    stop_ids = torch.tensor(tokenizer.stop_ids, device=device)
     has_split = args.env_id == "SortDigits-v0" or parse_json(args.eval_env_kwargs, "--eval-env-kwargs") != {}
-    run.summary["eval_before"] = before = evaluate(sampler, tokenizer, eval_envs, args, 0)
-    print(f"accuracy before PPO: {show(before)}")
-    bar = stack.enter_context(tqdm(total=args.num_iterations, desc="PPO", unit="it", dynamic_ncols=True))
 
-    for iteration in range(args.num_iterations):
-        # --- Rollout: the current actor samples
-        clock = [time.monotonic()]
-        seeds = [iteration * args.rollout_batch_size + i // args.n_samples_per_prompt for i in range(samples)]
-        batch = rollout(sampler, tokenizer, envs, seeds, range(samples), args, iteration)
+    # --- Nothing but `now`, weights and moments goes from one iteration to the next: this is what a checkpoint holds
+    now = types.SimpleNamespace(
+        iteration=0, prompts=0, episodes=0, kl_coef=args.kl_coef, last_cause=None, eval_before=None, learners={})
+    held = {"actor": (actor, actor_learner, actors), "critic": (critic, critic_learner, critics),
+            "reference": (reference, None, actors)}  # fmt: skip
+    held = {name: entry for name, entry in held.items() if entry[0]}
+    export = functools.partial(export_model, actor, config, tokenizer, actors, world, run.path / "model")
+    checkpoints = Checkpoints(run, world, args, config, now, held, export)
+    if resume.state:
+        checkpoints.load(resume)
+    copy_weights(actor, sampler, actors)
+    sample = functools.partial(shared_rollout, world, Signals(stack), sampler, tokenizer)
+    with checkpoints.on_stop():
+        now.eval_before = before = now.eval_before or evaluate(sample, eval_envs, args, 0)
+    run.summary |= {"eval_before": before, "iterations": now.iteration}
+    say(f"accuracy before PPO: {show(before)}")
+    bar = stack.enter_context(tqdm(total=args.num_iterations, initial=now.iteration, desc="PPO", unit="it",
+                                   dynamic_ncols=True, disable=world.rank > 0))  # fmt: skip
+
+    for iteration in range(now.iteration, args.num_iterations):
+        if args.save_every and iteration % args.save_every == 0 and iteration > 0:
+            checkpoints.save()
+
+        # --- Rollout: the current actor samples, on all ranks
+        seeds, evaluation = [now.prompts + i // args.n_samples_per_prompt for i in range(samples)], {}
+        with checkpoints.on_stop():
+            if args.eval_every and iteration % args.eval_every == 0 and iteration > 0:
+                evaluation = evaluate(sample, eval_envs, args, iteration)
+            clock = [time.time()]
+            batch = sample(envs, seeds, args, iteration)
         tokens, mask, lengths = batch.tokens, batch.mask, batch.lengths  # [N, T], [N, T], [N]
-        trained_tokens = int(mask.sum())
-        clock.append(time.monotonic())
+        token_counts = mask.sum(1).cpu()  # [N]
+        trained_tokens = int(token_counts.sum())
+        clock.append(time.time())
 
-        # --- Old policy, reference and values, recorded once, before the first update
-        old_logprobs = batch.logprobs
-        if args.recompute_old_logprobs:
-            old_logprobs = over_rollout(actor, tokens, mask, lengths, args)
-        ref_logprobs = over_rollout(reference, tokens, mask, lengths, args) if reference else old_logprobs
+        # --- Old policy, reference and values, recorded once, before the first update; every rank computes some rows
         # V(state after the last token) sits one column beyond it, where the next token would be.
         beyond = torch.arange(mask.shape[1] + 1, device=device) == lengths.to(device)[:, None]  # [N, T + 1]
-        longer, longer_mask = F.pad(tokens, (0, 1)), F.pad(mask, (0, 1)) | beyond
-        values = over_rollout(critic, longer, longer_mask, lengths + 1, args)
+        longer, sampled, zeros = F.pad(tokens, (0, 1)), F.pad(mask, (0, 1)), torch.zeros(beyond.shape, device=device)
+        passes = [(actor if args.recompute_old_logprobs else None, sampled), (reference, sampled),
+                  (critic, sampled | beyond), (scorer, beyond)]  # fmt: skip
+        recorded = [over_rollout(model, longer, at, lengths + 1, args) if model else zeros for model, at in passes]
+        old_logprobs, ref_logprobs, values, model_rewards = world.sum(torch.stack(recorded))  # [N, T + 1] each
+        old_logprobs = old_logprobs[:, :-1] if args.recompute_old_logprobs else batch.logprobs
+        ref_logprobs = ref_logprobs[:, :-1] if args.kl_coef > 0 else old_logprobs
         truncated = torch.tensor([stop != "eos" for stop in batch.stop], device=device)  # [N]
         bootstrap = values[beyond] * truncated if args.bootstrap_truncated else None
         values = values[:, :-1] * mask
@@ -1424,11 +1898,10 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         # NOTE for forks: shape rewards here.
         rewards, last = batch.rewards.clone(), (torch.arange(samples, device=device), lengths.to(device) - 1)
         rewards[last] -= args.missing_eos_penalty * ~torch.isin(tokens[last], stop_ids)
-        if scorer:
-            rewards[last] += over_rollout(scorer, longer, beyond, lengths + 1, args)[beyond]
+        rewards[last] += model_rewards[beyond]
         scores, kl = rewards.sum(1), (old_logprobs - ref_logprobs).sum(1)  # [N]; log-probs are 0 outside the mask
         if args.kl_in == "reward":
-            rewards -= kl_coef * kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
+            rewards -= now.kl_coef * kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
 
         # --- Advantages. Returns come from the raw ones; whitening is over the whole rollout
         advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
@@ -1437,153 +1910,174 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         if args.rollout_is_cap:  # truncated importance weights: the sampler is not quite the old policy
             advantages = advantages * (old_logprobs - batch.logprobs).exp().clamp(max=args.rollout_is_cap)
         explained = 1 - float((returns - values)[mask].var() / returns[mask].var()) if trained_tokens > 1 else math.nan
-        clock.append(time.monotonic())
+        clock.append(time.time())
 
-        # --- Critic epochs first. Old values and log-probs are frozen: the order of critic and actor changes nothing
-        critic_learner.begin_iteration()
-        for epoch in range(args.critic_epochs):
+        # --- Critic epochs first. Old values and log-probs are frozen: before, after or beside the actor, all the same
+        report = {}  # of this rank
+        for epoch in range(args.critic_epochs if critic else 0):
             for minibatch in shuffled_minibatches(args, samples, iteration, epoch):
-                denom, loss_sum = max(1, int(mask[minibatch].sum())), 0.0
-                for rows in microbatches(minibatch, lengths, args.micro_batch_tokens):
+                denom, parts = max(1, int(token_counts[minibatch].sum())), []
+                for rows in critics.microbatches(minibatch, lengths, args.micro_batch_tokens):
                     mb_tokens, mb_mask, mb_old, mb_returns = crop(rows, lengths, tokens, mask, values, returns)
                     new_values, _ = at_sampled(critic, mb_tokens, mb_mask)
                     loss = value_loss(new_values, mb_old, mb_returns, mb_mask, args.value_clip, denom)
                     loss.backward()
-                    loss_sum += float(loss.detach())
-                critic_learner.step({"value_loss": loss_sum}, denom)
-        clock.append(time.monotonic())
+                    parts.append({"value_loss": loss})
+                critic_learner.step(critics.total(parts), denom)
+        clock.append(time.time())
+        if critic:
+            report["critic"] = critic_learner.end_iteration()
 
         # --- Actor epochs; none during critic warm-up
         warmup, early_stop, steps = iteration < args.critic_warmup_iterations, False, []
-        probes = [p.detach().flatten()[:: max(1, p.numel() // 4096)] for p in actor.parameters()]  # views of a part
-        old_probes = [p.clone() for p in probes]
-        actor_learner.begin_iteration()
-        for epoch in range(0 if warmup else args.ppo_epochs):
+        probes = [local(p.detach()).flatten()[:: 1 + p.numel() // 2**16] for p in actor.parameters()] if actor else []
+        old_probes = [p.clone() for p in probes]  # a part of every weight
+        for epoch in range(args.ppo_epochs if actor and not warmup else 0):
             for i, minibatch in enumerate(shuffled_minibatches(args, samples, iteration, epoch)):
-                denom, ratios, stats = max(1, int(mask[minibatch].sum())), [1.0], collections.Counter()
-                for rows in microbatches(minibatch, lengths, args.micro_batch_tokens):
+                denom, parts = max(1, int(token_counts[minibatch].sum())), []
+                for rows in actors.microbatches(minibatch, lengths, args.micro_batch_tokens):
                     mb_tokens, mb_mask, mb_old, mb_ref, mb_advantages = crop(
                         rows, lengths, tokens, mask, old_logprobs, ref_logprobs, advantages)  # [b, t]
                     logprobs, entropy = at_sampled(actor, mb_tokens, mb_mask, args.temperature)
                     # NOTE for forks: another policy objective goes here.
                     loss, part = policy_loss(
                         logprobs, mb_old, mb_advantages, mb_mask, args.clip_low, args.clip_high, args.dual_clip, denom)
-                    ratios += [float(part.pop("ratio_min")), float(part.pop("ratio_max"))]
+                    part["max_dev"] = torch.maximum(part.pop("ratio_max") - 1, 1 - part.pop("ratio_min"))
                     part |= {"policy_loss": loss, "entropy": entropy.sum() / denom}
                     if args.entropy_coef:
                         loss = loss - args.entropy_coef * part["entropy"]
                     if args.kl_in == "loss" and reference:
                         part["kl_loss"] = kl_estimate(logprobs, mb_ref, args.kl_estimator).sum() / denom
-                        loss = loss + kl_coef * part["kl_loss"]
+                        loss = loss + now.kl_coef * part["kl_loss"]
                     if loss.requires_grad:  # detached log-probs are diagnosed below, they need not crash here
                         loss.backward()
-                    stats.update({name: float(value.detach()) for name, value in part.items()})
+                    parts.append(part)
+                stats = actors.total(parts)  # of all ranks, so that they decide alike
                 early_stop = bool(args.target_kl and stats["approx_kl"] > args.target_kl)
                 if early_stop:
                     actor_learner.optimizer.zero_grad()
                     break
-                steps.append({"step": actor_learner.steps, "epoch": epoch, "minibatch": i,
-                              "dev": max(abs(ratio - 1) for ratio in ratios),
+                steps.append({"step": actor_learner.steps, "epoch": epoch, "minibatch": i, "dev": stats.pop("max_dev"),
                               **{name: stats[name] for name in ("ratio_mean", "clipfrac", "out_of_clip", "approx_kl")}})
                 actor_learner.step(stats, denom)
             if early_stop:
                 break
-        sync_rollout_model(sampler, actor)
-        clock.append(time.monotonic())
+        clock.append(time.time())
+        copy_weights(actor, sampler, actors)
 
         # --- What the updates did: one forward of the updated actor, and a look at a part of every weight
-        rows = shuffled_minibatches(args, samples, iteration, 0)[0]
-        drift = over_rollout(actor, tokens[rows], mask[rows], lengths[rows], args) - old_logprobs[rows]
-        drift, signed = drift[mask[rows]], (drift * advantages[rows].sign())[mask[rows]]  # [n]
-        change = torch.cat([(new - old).float() for new, old in zip(probes, old_probes, strict=True)])
-        means, critic_means = actor_learner.means(), critic_learner.means()
+        if actor:
+            rows = shuffled_minibatches(args, samples, iteration, 0)[0]
+            drift = actors.sum(over_rollout(actor, tokens[rows], mask[rows], lengths[rows], args)) - old_logprobs[rows]
+            drift, signed = drift[mask[rows]], (drift * advantages[rows].sign())[mask[rows]]  # [n]
+            weights, old_weights = torch.cat(probes).double(), torch.cat(old_probes).double()
+            change = weights - old_weights
+            norms = actors.total([{"changed": (change != 0).sum(), "probed": torch.ones_like(change).sum(),
+                                   "update": change.square().sum(), "weights": weights.square().sum()}])  # fmt: skip
+            report["actor"] = actor_learner.end_iteration() | dict(
+                ratio_steps=steps, early_stop=early_stop, changed_frac=norms["changed"] / norms["probed"],
+                update_norm=norms["update"] ** 0.5, param_norm=norms["weights"] ** 0.5,
+                param_dtype=str(probes[0].dtype),
+                post_dev=float(drift.expm1().abs().max()) if len(drift) else 0.0,
+                signed_t=float(signed.mean() / (signed.std() + 1e-12)) * len(signed) ** 0.5 if len(signed) > 1 else 0.0)
+        clock.append(time.time())
+        report |= {"clock": clock, "peak_memory": peak_memory()}
+        reports = world.gather(report)
+        of_actor, of_critic, steps = reports[0]["actor"], reports[-1]["critic"], reports[0]["actor"]["ratio_steps"]
         first, last_step = (steps[0], steps[-1]) if steps else ({"dev": 0.0}, {"dev": 0.0, "out_of_clip": 0.0})
-        signals = dict(
-            phase="critic_warmup" if warmup else "train", steps=len(steps) - actor_learner.skipped, lr=actor_learner.lr,
-            skipped=actor_learner.skipped, bad_tensor=actor_learner.bad_tensor, planned=plan.update_steps,
-            early_stop=early_stop, tokens=trained_tokens, first_dev=first["dev"], last_dev=last_step["dev"],
-            post_dev=float(drift.expm1().abs().max()) if len(drift) else 0.0, adv_raw_std=adv_raw_std,
-            reward_std=float(scores.std()) if samples > 1 else 0.0, grad_norm=means.get("grad_norm", 0.0),
-            out_of_clip=last_step["out_of_clip"], changed_frac=float((change != 0).float().mean()),
-            update_norm=float(change.norm()), param_norm=float(torch.cat(probes).float().norm()),
-            param_dtype=str(probes[0].dtype), compute_dtype=str(dtype),
-            signed_t=float(signed.mean() / (signed.std() + 1e-12)) * len(signed) ** 0.5 if len(signed) > 1 else 0.0,
+        signals = of_actor | dict(
+            phase="critic_warmup" if warmup else "train", planned=plan.update_steps, tokens=trained_tokens,
+            steps=len(steps) - of_actor["skipped"], first_dev=first["dev"], last_dev=last_step["dev"],
+            out_of_clip=last_step["out_of_clip"], adv_raw_std=adv_raw_std, compute_dtype=str(dtype),
+            reward_std=float(scores.std()) if samples > 1 else 0.0, grad_norm=of_actor["means"].get("grad_norm", 0.0),
             sampler_diff=float(masked_mean((batch.logprobs - old_logprobs).abs(), mask)),
         )
         diagnosis = diagnose_ratio(signals)
-        if diagnosis.cause not in (None, last_cause):
-            tqdm.write(f"iteration {iteration + 1}: ratio: {diagnosis.cause}: {diagnosis.evidence}; {diagnosis.advice}")
-        last_cause = diagnosis.cause
-        if diagnosis.cause == "forward_mismatch" and actor_learner.steps == len(steps) and signals["first_dev"] > 1e-2:
-            raise UserError(f"the ratio of the first update is off by {signals['first_dev']:.1e}: {diagnosis.advice}")
+        if diagnosis.cause not in (None, now.last_cause):
+            say(f"iteration {iteration + 1}: ratio: {diagnosis.cause}: {diagnosis.evidence}; {diagnosis.advice}")
+        made_before = of_actor["counters"]["steps"] - len(steps)
+        if diagnosis.cause == "forward_mismatch" and made_before == 0 and first["dev"] > 1e-2:
+            raise UserError(f"the ratio of the first update is off by {first['dev']:.1e}: {diagnosis.advice}")
 
         # --- Adaptive KL (https://arxiv.org/abs/1909.08593, section 2.2) and reference
-        mean_kl, kl_coef_used = (float(kl.mean()), kl_coef) if reference else (None, None)
+        mean_kl, kl_coef = (float(kl.mean()), now.kl_coef) if args.kl_coef > 0 else (None, None)
         if args.kl_target and not warmup:
-            kl_coef *= 1 + max(-0.2, min(0.2, mean_kl / args.kl_target - 1)) * min(1, samples / args.kl_horizon)
-        if args.ref_sync_every and (iteration + 1) % args.ref_sync_every == 0:
+            now.kl_coef *= 1 + max(-0.2, min(0.2, mean_kl / args.kl_target - 1)) * min(1, samples / args.kl_horizon)
+        if args.ref_sync_every and (iteration + 1) % args.ref_sync_every == 0 and reference:
             with torch.no_grad():
-                torch._foreach_lerp_(list(reference.parameters()), list(actor.parameters()), args.ref_sync_alpha)
+                old, new = ([local(p) for p in model.parameters()] for model in (reference, actor))
+                torch._foreach_lerp_(old, new, args.ref_sync_alpha)
+        now.prompts, now.episodes = now.prompts + args.rollout_batch_size, now.episodes + samples
+        now.iteration, now.last_cause = iteration + 1, diagnosis.cause
+        now.learners = {"actor": of_actor["counters"], "critic": of_critic["counters"]}
 
-        # --- Log. Every mean is weighted by tokens over all minibatches
-        clock.append(time.monotonic())
+        # --- Log. Every mean is weighted by tokens over all minibatches and ranks
+        means, critic_means = of_actor["means"], of_critic["means"]
         seconds, phases = clock[-1] - clock[0], ("rollout", "score", "critic", "actor", "diagnose")
         row = {
-            "iteration": iteration, "charts/episodes": (iteration + 1) * samples, "charts/SPS": samples / seconds,
-            "charts/actor_steps": actor_learner.steps, "charts/actor_lr": actor_learner.lr,
-            "charts/critic_lr": critic_learner.lr,
+            "iteration": iteration, "charts/episodes": now.episodes, "charts/SPS": samples / seconds,
+            "charts/actor_steps": of_actor["counters"]["steps"], "charts/actor_lr": of_actor["lr"],
+            "charts/critic_lr": of_critic["lr"],
             "objective/reward": float(scores.mean()), "objective/accuracy": sum(batch.success) / samples,
-            "objective/kl": mean_kl, "objective/kl_coef": kl_coef_used, "objective/advantage_std": adv_raw_std,
+            "objective/kl": mean_kl, "objective/kl_coef": kl_coef, "objective/advantage_std": adv_raw_std,
             "objective/entropy": -float(masked_mean(old_logprobs, mask)),
             "objective/response_tokens": trained_tokens / samples,
             "objective/truncated": 1 - batch.stop.count("eos") / samples,
             **{f"losses/{name}": value for name, value in (critic_means | means).items() if name != "grad_norm"},
             "losses/explained_variance": explained, "grad/critic_norm": critic_means["grad_norm"],
-            "grad/actor_norm": means.get("grad_norm"), "grad/skipped_actor": actor_learner.skipped,
-            "grad/skipped_critic": critic_learner.skipped,
+            "grad/actor_norm": means.get("grad_norm"), "grad/skipped_actor": of_actor["skipped"],
+            "grad/skipped_critic": of_critic["skipped"],
             **{f"ratio/{n}": signals[n] for n in ("first_dev", "last_dev", "post_dev", "out_of_clip", "signed_t")},
-            "ratio/early_stop": int(early_stop), "ratio/steps": steps, "ratio/diagnosis": diagnosis.cause,
+            "ratio/early_stop": int(of_actor["early_stop"]), "ratio/steps": steps, "ratio/diagnosis": diagnosis.cause,
             "param/changed_frac": signals["changed_frac"],
             "param/relative_update": signals["update_norm"] / signals["param_norm"],
             "debug/sampler_trainer_logprob_diff": signals["sampler_diff"], **batch.stats,
             **{f"time/{phase}": end - start for phase, start, end in zip(phases, clock, clock[1:], strict=False)},
-            "perf/response_tokens_per_second": trained_tokens / seconds, "perf/peak_memory_bytes": peak_memory(),
+            "time/ranks": [[t - clock[0] for t in other["clock"]] for other in reports],
+            "perf/response_tokens_per_second": trained_tokens / seconds,
+            "perf/peak_memory_bytes": max(other["peak_memory"] for other in reports),
+            **{f"eval/{name}": value for name, value in evaluation.items()},
         }
-        if args.eval_every and (iteration + 1) % args.eval_every == 0 and iteration + 1 < args.num_iterations:
-            results = evaluate(sampler, tokenizer, eval_envs, args, iteration + 1)
-            row |= {f"eval/{name}": value for name, value in results.items()}
         run.log(row)
         for i in range(min(args.log_completions, samples)):
             run.write("completions", {
                 "step": iteration, "prompt": batch.prompts[i], "response": batch.texts[i], "stop": batch.stop[i],
-                "reward": float(scores[i]), "n_tokens": int(mask[i].sum()), "kl": float(kl[i]),
+                "reward": float(scores[i]), "n_tokens": int(token_counts[i]), "kl": float(kl[i]),
             })
-        run.summary |= {"iterations": iteration + 1, "update_steps": actor_learner.steps}
-        tqdm.write(f"{iteration + 1:>5}: reward {float(scores.mean()):.3f}, accuracy {row['objective/accuracy']:.1%}, "
-                   f"{row['objective/response_tokens']:.1f} tokens, max|ratio-1| {signals['last_dev']:.2g}, clipped "
-                   f"{means.get('clipfrac', 0):.1%}, explained variance {explained:.2f}, {seconds:.2f} s"
-                   + (f", KL {mean_kl:.4f}" if reference else ""))
+        run.summary |= {"iterations": iteration + 1, "update_steps": of_actor["counters"]["steps"]}
+        say(f"{iteration + 1:>5}: reward {float(scores.mean()):.3f}, accuracy {row['objective/accuracy']:.1%}, "
+            f"{row['objective/response_tokens']:.1f} tokens, max|ratio-1| {signals['last_dev']:.2g}, clipped "
+            f"{means.get('clipfrac', 0):.1%}, explained variance {explained:.2f}, {seconds:.2f} s"
+            + (f", KL {mean_kl:.4f}" if kl_coef else ""))
         if iteration % max(1, args.num_iterations // 5) == 0:
             for i in range(min(2, samples)):
-                tqdm.write(f"       {batch.prompts[i]!r:.80} -> {batch.texts[i]!r:.200} (reward {scores[i]:g})")
+                say(f"       {batch.prompts[i]!r:.80} -> {batch.texts[i]!r:.200} (reward {scores[i]:g})")
         bar.update()
+        with checkpoints.on_stop():
+            if complaint := of_actor["complaint"] or of_critic["complaint"]:
+                raise UserError(complaint)
 
     bar.close()
-    run.summary["eval_after"] = after = evaluate(sampler, tokenizer, eval_envs, args, args.num_iterations)
-    print(f"accuracy before PPO: {show(before)}\naccuracy after PPO:  {show(after)}, {args.eval_episodes} episodes of "
-          f"{'held-out' if has_split else 'the training'} prompts; all is in {run.path}")
+    if args.save_every:
+        checkpoints.save()
+    with checkpoints.on_stop():
+        run.summary["eval_after"] = after = evaluate(sample, eval_envs, args, args.num_iterations)
+    export()
+    say(f"accuracy before PPO: {show(before)}\naccuracy after PPO:  {show(after)}, {args.eval_episodes} episodes of "
+        f"{'held-out' if has_split else 'the training'} prompts; all is in {run.path}")
     return run.summary
 
 
 def main() -> None:
     try:
-        train(tyro.cli(Args))
+        first = os.environ.get("RANK", "0") == "0"
+        train(tyro.cli(Args, console_outputs=first))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if first:
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt as error:
+        sys.exit(128 + (error.args[0] if isinstance(error, Interrupted) else signal.SIGINT))
 
 
 if __name__ == "__main__":
