@@ -642,13 +642,13 @@ def exponential_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
 
 @dataclass
 class Rollout:
-    """N samples of up to T tokens."""
+    """N samples of up to T tokens, on the CPU."""
 
     tokens: Tensor  # [N, T] int64: prompt, response, text of the environment
     mask: Tensor  # [N, T] bool: the actor sampled this token
     logprobs: Tensor  # [N, T] fp32: log-prob with which it did, 0 outside the mask
     rewards: Tensor  # [N, T] fp32: a turn's reward on its last sampled token
-    lengths: Tensor  # [N] int64, on the CPU
+    lengths: Tensor  # [N] int64
     stop: list[str]  # "eos": the episode ended; "length": cut by max_new_tokens; "env": truncated by the environment
     texts: list[str]  # what followed the prompt
     stats: dict[str, float]  # logged as they are
@@ -794,9 +794,8 @@ class Engine:
         T, counts = max(self.lengths), self.counts
         stats = {f"rollout/{name}": counts[name] for name in ("decode_steps", "prefill_tokens")}
         stats["rollout/slot_occupancy"] = counts["useful_row_steps"] / counts["row_steps"]
-        return Rollout(self.tokens[:, :T], self.mask[:, :T], self.logprobs[:, :T],
-                       self.rewards[:, :T].to(self.mask.device), torch.tensor(self.lengths), self.stop, self.texts,
-                       stats, self.prompts, self.success)
+        tensors = (x[:, :T].cpu() for x in (self.tokens, self.mask, self.logprobs, self.rewards))
+        return Rollout(*tensors, torch.tensor(self.lengths), self.stop, self.texts, stats, self.prompts, self.success)
 
 
 def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
@@ -1189,12 +1188,11 @@ class Ranks:
     def __init__(self, ranks, device: torch.device, shard_size: int | None = None):
         self.ranks, self.device, self.group, self.mesh = list(ranks), device, None, None
         self.rank, self.size = int(os.environ.get("RANK", 0)), len(self.ranks)
+        self.mine = self.rank in self.ranks
         if dist.is_initialized():  # groups are made by all ranks together, members or not
             self.group = dist.new_group(self.ranks)
-            grid = torch.tensor(self.ranks).view(-1, shard_size or self.size)
-            names = ("replicate", "shard")
-            self.mesh = DeviceMesh(device.type, grid, mesh_dim_names=names) if len(grid) > 1 else DeviceMesh(
-                device.type, grid[0], mesh_dim_names=names[1:])  # fmt: skip
+            grid = torch.tensor(self.ranks).view(-1, shard_size or self.size).squeeze(0)
+            self.mesh = DeviceMesh(device.type, grid, mesh_dim_names=("replicate", "shard")[-grid.ndim :])
 
     def gather(self, value) -> list:
         """`value`, anything that can be pickled, of every rank."""
@@ -1364,30 +1362,20 @@ class Signals:
 
 
 def shared_rollout(world: Ranks, signals: Signals, actor, tokenizer, envs, seeds, args, iteration, greedy=False):
-    """`rollout` of `seeds` [N] by all ranks, a run of consecutive samples each; every rank gets the whole Rollout."""
+    """`rollout` of `seeds` [N] by all ranks, each a part of consecutive samples; every rank gets all, on its device."""
     first, last = (len(seeds) * rank // world.size for rank in (world.rank, world.rank + 1))
     part = None
     with world.agree(), signals.interrupt():
         if first < last:
             part = rollout(actor, tokenizer, envs, seeds[first:last], range(first, last), args, iteration, greedy)
-    if world.size == 1:
-        return part
-    to = lambda x, place: x.to(place) if isinstance(x, Tensor) else x
-    fields = [field.name for field in dataclasses.fields(Rollout)]
-    parts = world.gather(part and Rollout(*(to(getattr(part, name), "cpu") for name in fields)))
-    parts = [part for part in parts if part]  # with fewer episodes than ranks some have none
-    width, whole = max(part.tokens.shape[1] for part in parts), {}
-    for name in fields:
-        values = [getattr(part, name) for part in parts]
-        if name == "stats":
-            whole[name] = {key: sum(stats[key] for stats in values) / len(values) for key in values[0]}
-        elif isinstance(values[0], list):
-            whole[name] = [x for value in values for x in value]
-        elif name == "lengths":
-            whole[name] = torch.cat(values)
-        else:
-            whole[name] = torch.cat([F.pad(x, (0, width - x.shape[1])) for x in values]).to(world.device)
-    return Rollout(**whole)
+    parts = [part for part in world.gather(part) if part]  # with fewer episodes than ranks some have none
+    width = max(part.tokens.shape[1] for part in parts)
+    rows = lambda name: torch.cat([F.pad(x := getattr(part, name), (0, width - x.shape[1])) for part in parts])
+    items = lambda name: [item for part in parts for item in getattr(part, name)]
+    tensors = (rows(name).to(world.device) for name in ("tokens", "mask", "logprobs", "rewards"))
+    stats = {name: sum(part.stats[name] for part in parts) / len(parts) for name in parts[0].stats}  # means over ranks
+    return Rollout(*tensors, torch.tensor(items("lengths")), items("stop"), items("texts"), stats, items("prompts"),
+                   items("success"))  # fmt: skip
 
 
 # === 9. Checkpoints ===
@@ -1568,11 +1556,14 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads what DCP writes as metadata, and refuses any other name: a pickle may call whatever it names."""
+    """Reads DCP's metadata of tensors and refuses any other name: a pickle may call whatever it names.
+
+    That holds for BytesStorageMetadata too: with it DCP would unpickle a whole object where a tensor should be.
+    """
 
     NAMES = types.MappingProxyType({
         "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata "
-                                                 "MetadataIndex StorageMeta BytesStorageMetadata _MEM_FORMAT_ENCODING",
+                                                 "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
         "torch.distributed.checkpoint.filesystem": "_StorageInfo", "torch.serialization": "_get_layout",
         "torch": "Size float32", "pathlib": "PosixPath",
     })  # fmt: skip
@@ -1661,6 +1652,34 @@ def embedded_model(args: Args, env: EnvThread) -> tuple[HFTokenizer, Transformer
     return tokenizer, actor, config
 
 
+def load_models(args: Args, env: EnvThread, eval_env: EnvThread):
+    """(tokenizer, actor, critic or None, reward model or None), on the CPU, checked against flags and prompts."""
+    if args.model:
+        folder = find_checkpoint("model", args.model)
+        with blame(f"{folder}: the tokenizer's files are malformed"):
+            tokenizer = HFTokenizer(folder)
+        models = {"model": load_hf_checkpoint(folder)[0]}
+    else:
+        tokenizer, actor, _ = embedded_model(args, env)
+        models = {"model": actor}
+    for flag, name in (("critic-model", args.critic_model), ("reward-model", args.reward_model)):
+        models[flag] = load_hf_checkpoint(find_checkpoint(flag, name), head="scalar")[0] if name else None
+    for flag, model in models.items():
+        if model and tokenizer.vocab_size > model.config.vocab_size:
+            sizes = f"{model.config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
+            raise UserError(f"--{flag}: the model's vocabulary of {sizes}")
+        tokens = args.max_prompt_tokens + args.max_new_tokens
+        if model and tokens > (context := model.config.max_position_embeddings):
+            sizes = f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens {args.max_new_tokens}"
+            raise UserError(f"{sizes}: must be at most the context of --{flag}, {context} tokens")
+    if models["reward-model"] and not models["reward-model"].score.weight.any():
+        raise UserError(f"--reward-model {args.reward_model}: has no score.weight, is no sequence classifier")
+    for each in (env, eval_env):
+        prompt_ids(tokenizer, each.reset(0)[0], args)
+    tokenizer.encode_feedback("-")
+    return tokenizer, *models.values()
+
+
 def critic_from(actor: Transformer) -> Transformer:
     """A critic with the actor's body and a value head of zeros."""
     critic = Transformer(actor.config, head="scalar")
@@ -1676,12 +1695,15 @@ class Learner:
         self.model, self.args = model, args
         self.first_lr, self.lr_end, self.total_steps = lr, lr_end, max(1, total_steps)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
-        self.lr, self.steps, self.streak, self.bad_tensor, self.complaint = lr, 0, 0, "", None
+        self.steps, self.lr, self.streak, self.bad_tensor, self.complaint = 0, lr, 0, "", None
         self.sums, self.tokens, self.skipped = collections.Counter(), 0, 0  # of the iteration
+
+    def lr_at(self, step: int) -> float:
+        return self.first_lr * (1 - (1 - self.lr_end) * min(1.0, step / self.total_steps))
 
     def step(self, stats: dict[str, float], tokens: int) -> None:
         """One optimizer step, counted even if skipped; `stats` are means over the minibatch's trained `tokens`."""
-        self.lr = self.first_lr * (1 - (1 - self.lr_end) * self.steps / self.total_steps)
+        self.lr = self.lr_at(self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
@@ -1713,6 +1735,7 @@ class Learner:
     def restore(self, counters: dict) -> None:
         """Make room for the moments that a checkpoint with these counters will be read into."""
         self.steps, self.streak = counters["steps"], counters["streak"]
+        self.lr = self.lr_at(max(0, self.steps - 1))
         for p in self.model.parameters() if counters["has_moments"] else ():
             state = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **state}
@@ -1732,12 +1755,13 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: EnvThread, args:
     learner, ranks, device = Learner(actor, args.sft_lr, 0.0, args.sft_steps, args), actor.ranks, actor.rope.device
     for step in tqdm(range(args.sft_steps), desc="warm start", leave=False, disable=ranks.rank > 0):
         rows, starts, losses = [], [], []
-        for seed in range(step * args.sft_batch_size, (step + 1) * args.sft_batch_size):
-            prompt, info = env.reset(seed)
-            with blame(f"environment {env.name}, seed {seed}: info['demonstration'] must be text"):
-                answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id][: args.max_new_tokens]
-            starts.append(len(ids := prompt_ids(tokenizer, prompt, args)))
-            rows.append(torch.tensor([*ids, *answer], device=device))
+        with ranks.agree():
+            for seed in range(step * args.sft_batch_size, (step + 1) * args.sft_batch_size):
+                prompt, info = env.reset(seed)
+                with blame(f"environment {env.name}, seed {seed}: info['demonstration'] must be text"):
+                    answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id][: args.max_new_tokens]
+                starts.append(len(ids := prompt_ids(tokenizer, prompt, args)))
+                rows.append(torch.tensor([*ids, *answer], device=device))
         lengths, tokens = torch.tensor([len(row) for row in rows]), nn.utils.rnn.pad_sequence(rows, batch_first=True)
         columns = torch.arange(tokens.shape[1])
         mask = ((columns >= torch.tensor(starts)[:, None]) & (columns < lengths[:, None])).to(device)  # [B, T]
@@ -1789,37 +1813,15 @@ def train(args: Args) -> dict:
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     plan = validate(args, int(os.environ.get("WORLD_SIZE", 1)))
     device, dtype, world, actors, critics = connect(args, stack)
-    samples, has_actor, has_critic = plan.samples_per_iteration, world.rank in actors.ranks, world.rank in critics.ranks
+    samples = plan.samples_per_iteration
     torch.manual_seed(args.seed)
 
     # --- Load and try all that can be wrong, before anything is written
     with world.agree():
         envs = make_envs(args, min(args.rollout_slots, -(-samples // world.size)))
         eval_envs = make_envs(args, min(args.rollout_slots, -(-args.eval_episodes // world.size)), evaluation=True)
-        if args.model:
-            folder = find_checkpoint("model", args.model)
-            with blame(f"{folder}: the tokenizer's files are malformed"):
-                tokenizer = HFTokenizer(folder)
-            actor, config = load_hf_checkpoint(folder)
-        else:
-            tokenizer, actor, config = embedded_model(args, envs[0])
-        models = {"model": actor}
-        for flag, name in (("critic-model", args.critic_model), ("reward-model", args.reward_model)):
-            if name:
-                models[flag] = load_hf_checkpoint(find_checkpoint(flag, name), head="scalar")[0]
-        for flag, model in models.items():
-            if tokenizer.vocab_size > model.config.vocab_size:
-                sizes = f"{model.config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
-                raise UserError(f"--{flag}: the model's vocabulary of {sizes}")
-            if args.max_prompt_tokens + args.max_new_tokens > (context := model.config.max_position_embeddings):
-                sizes = f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens {args.max_new_tokens}"
-                raise UserError(f"{sizes}: must be at most the context of --{flag}, {context} tokens")
-        critic, scorer = models.get("critic-model"), models.get("reward-model")
-        if scorer and not scorer.score.weight.any():
-            raise UserError(f"--reward-model {args.reward_model}: has no score.weight, is no sequence classifier")
-        for env in (envs[0], eval_envs[0]):
-            prompt_ids(tokenizer, env.reset(0)[0], args)
-        tokenizer.encode_feedback("-")
+        tokenizer, actor, critic, scorer = load_models(args, envs[0], eval_envs[0])
+    config = actor.config
     resume = find_resume(args, config, world)
     if resume.finished:
         say(f"{resume.folder}: finished; with a --num-iterations above {args.num_iterations} it would go on")
@@ -1833,13 +1835,14 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 
     # --- Warm start, then critic and reference from the actor as it is now. A model that a rank does not hold is None
     sampler = actor if actors.mesh is None and args.compile != "on" else rollout_model(actor, device, dtype)
-    actor = shard(actor, actors, args, dtype) if has_actor else None
+    actor = shard(actor, actors, args, dtype) if actors.mine else None
     if actor and not resume.state:
         warm_start(actor, tokenizer, envs[0], args)
     whole = unsharded_copy(actor, config, actors)
-    critic = shard(critic or critic_from(whole), critics, args, dtype) if has_critic else None
-    scorer = shard(scorer.requires_grad_(False), critics, args, dtype) if scorer and has_critic else None
-    reference = shard(whole.requires_grad_(False), actors, args, dtype) if args.kl_coef > 0 and has_actor else None
+    critic = shard(critic or critic_from(whole), critics, args, dtype) if critics.mine else None
+    scorer = shard(scorer.requires_grad_(False), critics, args, dtype) if scorer and critics.mine else None
+    reference = shard(whole.requires_grad_(False), actors, args, dtype) if args.kl_coef > 0 and actors.mine else None
+    del whole
     actor_learner = Learner(actor, args.actor_lr, args.lr_end, plan.actor_steps_total, args) if actor else None
     critic_learner = Learner(critic, args.critic_lr, args.lr_end, plan.critic_steps_total, args) if critic else None
     stop_ids = torch.tensor(tokenizer.stop_ids, device=device)

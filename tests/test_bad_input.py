@@ -95,6 +95,7 @@ def test_command_line_with_a_reward_that_becomes_nan_during_training(ppo, tmp_pa
     summary = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())
     assert summary["status"] == "failed" and summary["iterations"] == 1
     assert len((tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert (tmp_path / "runs" / "mine" / "checkpoints" / "iter_000001").is_dir()
 
 
 def test_command_line_with_an_environment_that_hangs(ppo, tmp_path):
@@ -118,7 +119,8 @@ def test_ctrl_c_ends_a_run_cleanly(ppo, tmp_path):
     assert process.returncode == 130 and "Traceback" not in output
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     summary = json.loads((metrics.parent / "summary.json").read_text())
-    assert summary["status"] == "interrupted" and len(rows) - summary["iterations"] in (0, 1)
+    assert summary["status"] == "interrupted" and len(rows) == summary["iterations"]
+    assert (metrics.parent / "checkpoints" / f"iter_{len(rows):06d}").is_dir()
 
 
 # --- Flags ---

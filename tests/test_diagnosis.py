@@ -1,6 +1,7 @@
 """Faults are put into the real training loop; the diagnosis has to name them, and nothing when there is none."""
 
 import copy
+import json
 from unittest import mock
 
 import pytest
@@ -207,11 +208,15 @@ def test_dropout_in_the_first_iteration_ends_the_run(ppo, causes, monkeypatch):
         causes()
 
 
-def test_skipped_steps_change_nothing_and_end_the_run(ppo, causes, monkeypatch):
+def test_skipped_steps_change_nothing_and_end_the_run(ppo, causes, monkeypatch, tmp_path):
+    """Four steps an iteration: the sixth is in the second one, which ends as any other, with a checkpoint behind it."""
     nan_loss(ppo, monkeypatch)
     with pytest.raises(ppo.UserError, match="max-skipped-steps 6"):
-        causes(max_skipped_steps=6)
+        causes(max_skipped_steps=6, run_name="skips")
     assert any("model.embed_tokens.weight" in line for line in causes.lines)
+    rows = [json.loads(line) for line in (tmp_path / "skips" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["grad/skipped_actor"], row["param/changed_frac"]) for row in rows] == [(4, 0), (4, 0)]
+    assert (tmp_path / "skips" / "checkpoints" / "iter_000002").is_dir()
 
 
 def test_a_changed_cause_is_printed_again(ppo, causes, monkeypatch):

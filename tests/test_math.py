@@ -361,12 +361,20 @@ def test_token_logprobs_of_no_positions(ppo):
 
 def test_token_logprobs_of_bfloat16_are_computed_in_float32(ppo):
     """The logits are bfloat16, what follows is not: probabilities sum to 1, weights get gradients of their dtype."""
-    hidden, weight = torch.randn(1, 4), torch.randn(300, 4, requires_grad=True)
-    logprobs, _ = ppo.token_logprobs(hidden.bfloat16().expand(300, 4), weight, torch.arange(300))
+    hidden, weight = torch.randn(1, 4).bfloat16(), torch.randn(300, 4).bfloat16().requires_grad_()
+    logprobs, _ = ppo.token_logprobs(hidden.expand(300, 4), weight, torch.arange(300))
     assert logprobs.dtype == torch.float32
     close(logprobs.exp().sum().detach(), 1.0, 1e-4)
     logprobs[:3].sum().backward()
-    assert weight.grad.dtype == torch.float32 and weight.grad.abs().sum() > 0
+    assert weight.grad.dtype == torch.bfloat16 and weight.grad.abs().sum() > 0
+
+
+def test_gradients_of_bfloat16_weights_add_up_over_chunks_in_float32(ppo):
+    """A chunk a position: 1 and eight times 2**-10 make 1 + 2**-7, but 1 where bfloat16 rounds after each."""
+    hidden, weight = torch.ones(9, 1).bfloat16(), torch.zeros(2**22, 1).bfloat16().requires_grad_()
+    logprobs, _ = ppo.token_logprobs(hidden, weight, torch.zeros(9, dtype=torch.int64))
+    (logprobs * torch.tensor([1.0, *8 * [2**-10]])).sum().backward()
+    assert weight.grad[0] == 1 + 2**-7
 
 
 # --- Microbatches and the shift by one

@@ -1,5 +1,6 @@
 """Tokenizer, model and checkpoint folders, without transformers."""
 
+import contextlib
 import json
 import math
 
@@ -559,17 +560,20 @@ def test_a_folder_that_is_not_there_is_an_error(ppo, tmp_path):
 # --- The sampling copy
 
 
-def test_a_float32_actor_samples_itself(ppo):
-    model = random_model(ppo)
-    assert ppo.rollout_model(model) is model
-    ppo.sync_rollout_model(model, model)
+@pytest.fixture
+def alone(ppo):
+    """Device, dtype and ranks of an actor that one process trains with forward passes in bfloat16."""
+    with contextlib.ExitStack() as stack:
+        device, dtype, _, actors, _ = ppo.connect(ppo.Args(device="cpu", dtype="bfloat16"), stack)
+        yield device, dtype, actors
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_bfloat16_copy_keeps_rotary_frequencies_and_is_refreshed_in_place(ppo, tied):
-    actor = random_model(ppo, tie_word_embeddings=tied, rope_scaling=LLAMA3_ROPE)
-    actor.autocast_dtype = torch.bfloat16
-    sampler = ppo.rollout_model(actor)
+def test_a_bfloat16_copy_keeps_rotary_frequencies_and_is_refreshed_in_place(ppo, alone, tied):
+    (device, dtype, ranks), actor = alone, random_model(ppo, tie_word_embeddings=tied, rope_scaling=LLAMA3_ROPE)
+    sampler = ppo.rollout_model(actor, device, dtype)
+    ppo.shard(actor, ranks, ppo.Args(), dtype)
     assert {p.dtype for p in sampler.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in actor.parameters()} == {torch.float32}
     assert sampler.rope.dtype == torch.float32 and torch.equal(sampler.rope, actor.rope)
@@ -577,22 +581,34 @@ def test_a_bfloat16_copy_keeps_rotary_frequencies_and_is_refreshed_in_place(ppo,
     assert (sampler.lm_head.weight is sampler.model.embed_tokens.weight) == tied
     addresses = [p.data_ptr() for p in sampler.parameters()]
     with torch.no_grad():
-        for p in actor.parameters():
+        for p in map(ppo.local, actor.parameters()):
             p.add_(torch.randn_like(p))
     stale = {name: p.clone() for name, p in sampler.named_parameters()}
-    ppo.sync_rollout_model(sampler, actor)
+    ppo.copy_weights(actor, sampler, ranks)
     assert [p.data_ptr() for p in sampler.parameters()] == addresses
     for (name, new), old in zip(sampler.named_parameters(), actor.parameters(), strict=True):
-        assert torch.equal(new, old.bfloat16()) and not torch.equal(new, stale[name])
+        assert torch.equal(new, ppo.local(old).bfloat16()) and not torch.equal(new, stale[name])
 
 
-def test_the_bfloat16_copy_predicts_what_the_actor_does(ppo):
-    actor = random_model(ppo)
-    actor.autocast_dtype = torch.bfloat16
-    tokens = torch.randint(41, (2, 9))
-    trained, sampled = (model(tokens).float().log_softmax(-1) for model in (actor, ppo.rollout_model(actor)))
-    actor.autocast_dtype = None
-    exact = actor(tokens).log_softmax(-1)
+def test_the_bfloat16_copy_predicts_what_the_actor_does(ppo, alone):
+    (device, dtype, ranks), actor, tokens = alone, random_model(ppo), torch.randint(41, (2, 9))
+    logprobs = lambda model: model(tokens, select=torch.arange(18)).float().log_softmax(-1)
+    exact, sampler = logprobs(actor), ppo.rollout_model(actor, device, dtype)
+    ppo.shard(actor, ranks, ppo.Args(), dtype)
+    trained, sampled = logprobs(actor), logprobs(sampler)
     scale = exact.std()
     assert 1e-4 * scale < (trained - exact).abs().mean() < 0.02 * scale
     assert (sampled - exact).abs().mean() < 0.02 * scale
+
+
+def test_gradients_of_a_bfloat16_forward_are_float32_and_near_the_exact_ones(ppo, alone):
+    (_, dtype, ranks), actor, tokens = alone, random_model(ppo), torch.randint(41, (2, 9))
+    loss = lambda: actor(tokens, select=torch.arange(18)).float().log_softmax(-1)[:, 3].sum()
+    loss().backward()
+    exact = [p.grad for p in actor.parameters()]
+    actor.zero_grad()
+    ppo.shard(actor, ranks, ppo.Args(), dtype)
+    loss().backward()
+    for p, gradient in zip(actor.parameters(), exact, strict=True):
+        assert p.grad.dtype == torch.float32
+        assert 0 < (ppo.local(p.grad) - gradient).norm() < 0.15 * gradient.norm()

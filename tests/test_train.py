@@ -1,8 +1,10 @@
 """The training loop, run for real on the embedded model: what takes effect, what does not change results."""
 
+import gc
 import itertools
 import json
 import random
+import shutil
 import zlib
 from pathlib import Path
 from unittest import mock
@@ -23,8 +25,11 @@ SMALL = dict(
 
 @pytest.fixture
 def run(ppo, tmp_path, monkeypatch):
-    """run(**flags) trains, returns (summary, metrics rows, folder); run.models, run.steps, run.batches look inside."""
-    monkeypatch.setattr(ppo, "SummaryWriter", lambda path: mock.Mock())  # its files cost more than the runs
+    """run(**flags) trains, returns (summary, metrics rows, folder).
+
+    Inside look run.models {head: trained model}, run.steps, run.batches and run.samplers, the models of these batches.
+    """
+    monkeypatch.setattr(ppo, "SummaryWriter", mock.Mock())  # its files cost more than the runs
     original_step, original_rollout = torch.optim.AdamW.step, ppo.rollout
     original_init = ppo.Learner.__init__
 
@@ -40,10 +45,11 @@ def run(ppo, tmp_path, monkeypatch):
     def rollout(actor, *rest, **kwargs):
         batch = original_rollout(actor, *rest, **kwargs)
         run.batches.append(batch)
+        run.samplers.append(actor)
         return batch
 
     def run(**flags):
-        run.steps, run.models, run.batches = [], {}, []
+        run.steps, run.models, run.batches, run.samplers = [], {}, [], []
         run.count = getattr(run, "count", 0) + 1
         args = ppo.Args(**(SMALL | dict(log_dir=str(tmp_path), run_name=f"run{run.count}") | flags))
         summary = ppo.train(args)
@@ -72,6 +78,14 @@ def without_clock(rows):
     return [
         {k: v for k, v in row.items() if not k.startswith(("time/", "perf/")) and k != "charts/SPS"} for row in rows
     ]
+
+
+def assert_same_metrics(rows, others, tolerance):
+    """All but the clock's, and those of each actor step."""
+    for row, other in zip(without_clock(rows), without_clock(others), strict=True):
+        for steps in zip(row.pop("ratio/steps"), other.pop("ratio/steps"), strict=True):
+            assert steps[0] == pytest.approx(steps[1], abs=tolerance)
+        assert row == pytest.approx(other, abs=tolerance)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -182,13 +196,19 @@ def test_temperature_is_the_same_in_sampling_and_training(run):
 
 
 def test_kl_coef_zero_allocates_no_reference_and_else_it_starts_at_the_actor(ppo, run, monkeypatch):
-    copies = []
-    original = ppo.copy.deepcopy
-    monkeypatch.setattr(ppo.copy, "deepcopy", lambda x, *memo: copies.append(type(x).__name__) or original(x, *memo))
-    run(kl_coef=0.0)
-    assert "Transformer" not in copies
+    alive, original = [], ppo.compute_gae
+    monkeypatch.setattr(ppo, "compute_gae", lambda *args: alive.append(count()) or original(*args))
+
+    def count():
+        gc.collect()
+        return sum(issubclass(type(x), ppo.Transformer) for x in gc.get_objects())
+
+    before = count()
+    _, rows, _ = run(kl_coef=0.0)
+    assert [n - before for n in alive] == [2, 2]  # actor and critic
+    assert not any(name in row for row in rows for name in ("objective/kl", "objective/kl_coef"))
     _, rows, _ = run(kl_coef=0.1)
-    assert copies.count("Transformer") == 1
+    assert [n - before for n in alive[2:]] == [3, 3]
     assert abs(rows[0]["objective/kl"]) < 1e-5 and abs(rows[1]["objective/kl"]) > 1e-4
 
 
@@ -306,7 +326,9 @@ def test_means_are_weighted_by_tokens(ppo):
     learner = ppo.Learner(torch.nn.Linear(1, 1), 1e-3, 1.0, 10, ppo.Args())
     learner.step({"loss": 1.0}, 10)
     learner.step({"loss": 4.0}, 30)
-    assert learner.means()["loss"] == pytest.approx((10 * 1.0 + 30 * 4.0) / 40)
+    assert learner.end_iteration()["means"]["loss"] == pytest.approx((10 * 1.0 + 30 * 4.0) / 40)
+    learner.step({"loss": 7.0}, 5)
+    assert learner.end_iteration()["means"]["loss"] == 7.0  # each iteration for itself
 
 
 def test_gradients_are_clipped_to_max_grad_norm(ppo, monkeypatch):
@@ -317,7 +339,8 @@ def test_gradients_are_clipped_to_max_grad_norm(ppo, monkeypatch):
     )
     (100 * model(torch.ones(1, 3)).sum()).backward()
     learner.step({}, 1)
-    assert float(seen[0].norm()) == pytest.approx(0.5, rel=1e-4) and learner.means()["grad_norm"] == pytest.approx(200)
+    assert float(seen[0].norm()) == pytest.approx(0.5, rel=1e-4)
+    assert learner.end_iteration()["means"]["grad_norm"] == pytest.approx(200)
 
 
 def test_reward_model_adds_its_score_of_the_last_token(ppo, run, monkeypatch, tmp_path):
@@ -411,13 +434,14 @@ def test_learning_rates_fall_linearly_to_their_end(run):
 
 
 def test_run_folder_holds_what_it_should(ppo, run):
-    summary, rows, folder = run(eval_every=1, log_completions=3)
+    summary, _, folder = run(log_completions=3)
     assert {path.name for path in folder.iterdir()} >= {
         "config.json",
         "summary.json",
         "metrics.jsonl",
         "completions.jsonl",
         "model",
+        "checkpoints",
         f"{ppo.__name__}.py",
     }
     assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
@@ -429,7 +453,15 @@ def test_run_folder_holds_what_it_should(ppo, run):
     assert set(completions[0]) == {"step", "prompt", "response", "reward", "stop", "n_tokens", "kl"}
     actor, _ = ppo.load_hf_checkpoint(folder / "model")
     assert torch.equal(weights(actor), weights(run.models["lm"]))
-    assert "eval/accuracy" in rows[0]
+
+
+def test_evaluations_on_the_way_are_of_the_policy_that_samples_the_rollout(ppo, run):
+    """Row i has that of the actor after i iterations; the first and the last are eval_before and eval_after."""
+    flags = dict(eval_episodes=16)
+    _, rows, _ = run(num_iterations=5, eval_every=2, **flags)
+    assert [row["iteration"] for row in rows if "eval/accuracy" in row] == [2, 4]
+    summary, _, _ = run(num_iterations=2, lr_end=1 - 0.95 * 2 / 5, **flags)  # the first two of the five
+    assert summary["eval_after"] == {name: rows[2][f"eval/{name}"] for name in summary["eval_after"]}
 
 
 def test_readme_names_every_metric(run):
@@ -441,8 +473,54 @@ def test_readme_names_every_metric(run):
 
 def test_bfloat16_trains_float32_weights_and_samples_from_a_cast_copy(ppo, run):
     _, rows, _ = run(dtype="bfloat16", num_iterations=3)
-    assert {p.dtype for p in run.models["lm"].parameters()} == {torch.float32}
+    assert {p.dtype for model in run.models.values() for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for sampler in run.samplers for p in sampler.parameters()} == {torch.bfloat16}
     assert all(0 < row["debug/sampler_trainer_logprob_diff"] < 0.05 for row in rows)  # stale weights would show here
+
+
+def test_a_float32_actor_samples_itself(run):
+    run()
+    assert all(sampler is run.models["lm"] for sampler in run.samplers)
+
+
+def test_activation_checkpointing_recomputes_each_block_and_changes_no_metric(ppo, run, monkeypatch):
+    calls, original = [], ppo.Block.forward
+    monkeypatch.setattr(
+        ppo.Block, "forward", lambda *args: calls.append(torch.is_grad_enabled()) or original(*args)
+    )
+    _, plain, _ = run()
+    count = calls.count(True)
+    assert count == 2 * len(run.steps) == 2 * 16  # two blocks, each minibatch in one microbatch
+    calls.clear()
+    _, checkpointed, _ = run(activation_checkpointing=True)
+    assert calls.count(True) == 2 * count
+    assert_same_metrics(plain, checkpointed, 1e-5)
+
+
+def test_compile_is_of_the_trained_blocks_and_not_of_the_copy_that_samples(run, monkeypatch):
+    calls, flags = [], dict(kl_coef=0.1, sft_steps=2, sft_batch_size=16)
+
+    def compile(module):
+        module._compiled_call_impl = lambda *args: calls.append(module) or module._call_impl(*args)
+
+    _, plain, _ = run(**flags)
+    monkeypatch.setattr(torch.nn.Module, "compile", compile)
+    _, compiled, _ = run(**flags, compile="on")
+    blocks = [block for model in run.models.values() for block in model.model.layers]
+    assert all(block._compiled_call_impl for block in blocks) and set(calls) >= set(blocks)
+    sampler, actor = run.samplers[0], run.models["lm"]
+    assert all(other is sampler for other in run.samplers) and sampler is not actor
+    assert not any(module._compiled_call_impl for module in sampler.modules())
+    assert torch.equal(weights(sampler), weights(actor))
+    assert_same_metrics(plain, compiled, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled_blocks_train_alike(run):
+    _, plain, _ = run()
+    _, compiled, _ = run(compile="on")
+    assert_same_metrics(plain, compiled, 1e-4)
 
 
 def test_never_ending_environment_and_one_sample_are_fine(run, monkeypatch):
