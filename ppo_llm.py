@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import dataclasses
 import datetime
 import functools
@@ -55,7 +54,7 @@ import zlib
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import gymnasium as gym
 import jinja2.ext
@@ -582,8 +581,12 @@ def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTok
     raw = config.raw | {dtype_key: str(model.model.norm.weight.dtype).removeprefix("torch.")}
     for name, text in (tokenizer.files | {"config.json": json.dumps(raw, indent=2)}).items():
         (partial / name).write_text(text, encoding="utf-8")
-    shutil.rmtree(path, ignore_errors=True)
+    old = Path(f"{path}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
     partial.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 # === 4. Rollout ===
@@ -1182,15 +1185,19 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
 # each minibatch. What ranks must agree on follows from what all of them hold, so they make the same collective calls.
 
 
+# Long enough for a rank whose rollout takes longer than the others'. Of ranks that die torchrun knows at once.
+TIMEOUT = datetime.timedelta(hours=2)
+
+
 class Ranks:
-    """The processes that hold a model, or all of them, the world. With one process each method is the identity."""
+    """The processes that hold a model, or all of them, the world. Alone a process talks to nobody."""
 
     def __init__(self, ranks, device: torch.device, shard_size: int | None = None):
         self.ranks, self.device, self.group, self.mesh = list(ranks), device, None, None
         self.rank, self.size = int(os.environ.get("RANK", 0)), len(self.ranks)
         self.mine = self.rank in self.ranks
         if dist.is_initialized():  # groups are made by all ranks together, members or not
-            self.group = dist.new_group(self.ranks)
+            self.group = dist.new_group(self.ranks, timeout=TIMEOUT)
             grid = torch.tensor(self.ranks).view(-1, shard_size or self.size).squeeze(0)
             self.mesh = DeviceMesh(device.type, grid, mesh_dim_names=("replicate", "shard")[-grid.ndim :])
 
@@ -1263,10 +1270,10 @@ def connect(args: Args, stack: contextlib.ExitStack) -> tuple[torch.device, torc
         torch.cuda.set_device(device)
     if "RANK" in os.environ or use_cuda or dtype != torch.float32:
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        # Long enough for ranks whose rollout takes longer; of ranks that die torchrun knows at once.
-        timeout = datetime.timedelta(hours=2)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout, **alone)
-        stack.callback(dist.destroy_process_group)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=TIMEOUT, **alone)
+        # Not after an error that this rank has alone: it would wait for the others, and they for it.
+        common = (type(None), UserError, KeyboardInterrupt) if "RANK" in os.environ else object
+        stack.push(lambda kind, error, trace: dist.destroy_process_group() if isinstance(error, common) else None)
     W = dist.get_world_size() if dist.is_initialized() else 1
     world, K = Ranks(range(W), device), args.critic_ranks
     actors = Ranks(range(W - K), device, args.fsdp_shard_size)
@@ -1274,18 +1281,19 @@ def connect(args: Args, stack: contextlib.ExitStack) -> tuple[torch.device, torc
 
 
 def shard(model: Transformer, ranks: Ranks, args: Args, dtype: torch.dtype) -> Transformer:
-    """Activation checkpointing, then torch.compile of each block, then FSDP2: the order matters."""
+    """Prepare a model for training and scoring on `ranks`: activation checkpointing, torch.compile, FSDP2."""
     model.ranks, model.checkpointing = ranks, args.activation_checkpointing
     if args.compile == "on":
-        for block in model.model.layers:
-            block.compile()
+        for block in model.model.layers:  # in place, so that names stay, and before FSDP: its hooks surround the code
+            block.compile(dynamic=True)
     if ranks.mesh is None:
         return model
-    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    own = {} if model.head == "lm" else {model.score: MixedPrecisionPolicy()}  # the value head stays in float32
-    for unit in (*model.model.layers, *own, model):
+    value_head = [] if model.head == "lm" else [model.score]  # stays in float32
+    for unit in (*model.model.layers, *value_head, model):
+        precision = torch.float32 if unit in value_head else dtype
+        policy = MixedPrecisionPolicy(precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
         # The root, too, must give its weights back after forward: else they are no DTensors until the next backward.
-        fully_shard(unit, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=own.get(unit, mixed))
+        fully_shard(unit, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=policy)
         # Losses are divided by the token count of all ranks already: gradients add up, on every unit (neither call
         # recurses), and without the second call gloo would refuse the first.
         unit.set_gradient_divide_factor(1.0)
@@ -1314,23 +1322,14 @@ def copy_weights(actor: Transformer | None, target: Transformer, actors: Ranks) 
         p.copy_(whole)
 
 
-def unsharded_copy(actor: Transformer | None, config: ModelConfig, actors: Ranks, keep: bool = True) -> Transformer:
-    """The actor's weights in float32 on the CPU. All ranks take part; those that do not `keep` it get no data."""
+def unsharded(config: ModelConfig, device="cpu", dtype=torch.float32, keep: bool = True) -> Transformer:
+    """A whole actor for `copy_weights` to fill. Every rank needs one to take part; without `keep` it holds no data."""
     with torch.device("meta"):
-        whole = Transformer(config)
+        model = Transformer(config).to(dtype).requires_grad_(False)
     if keep:
-        whole.to_empty(device="cpu").tie_weights()
-        whole.rope = rope_frequencies(config)
-    copy_weights(actor, whole, actors)
-    return whole
-
-
-def rollout_model(actor: Transformer, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """A whole copy that samples while the actor is sharded; `copy_weights` refreshes it, its addresses stay valid."""
-    sampler = copy.deepcopy(actor).requires_grad_(False).to(device)
-    for p in sampler.parameters():  # not `.to(dtype)`, which would round the rotary frequencies
-        p.data = p.data.to(dtype)
-    return sampler
+        model.to_empty(device=device).tie_weights()
+        model.rope = rope_frequencies(config).to(device)  # in float32, whatever the weights are
+    return model
 
 
 class Signals:
@@ -1369,13 +1368,15 @@ def shared_rollout(world: Ranks, signals: Signals, actor, tokenizer, envs, seeds
         if first < last:
             part = rollout(actor, tokenizer, envs, seeds[first:last], range(first, last), args, iteration, greedy)
     parts = [part for part in world.gather(part) if part]  # with fewer episodes than ranks some have none
-    width = max(part.tokens.shape[1] for part in parts)
-    rows = lambda name: torch.cat([F.pad(x := getattr(part, name), (0, width - x.shape[1])) for part in parts])
-    items = lambda name: [item for part in parts for item in getattr(part, name)]
-    tensors = (rows(name).to(world.device) for name in ("tokens", "mask", "logprobs", "rewards"))
-    stats = {name: sum(part.stats[name] for part in parts) / len(parts) for name in parts[0].stats}  # means over ranks
-    return Rollout(*tensors, torch.tensor(items("lengths")), items("stop"), items("texts"), stats, items("prompts"),
-                   items("success"))  # fmt: skip
+    whole, width = {}, max(part.tokens.shape[1] for part in parts)
+    for name in ("tokens", "mask", "logprobs", "rewards"):
+        rows = [getattr(part, name) for part in parts]
+        whole[name] = torch.cat([F.pad(x, (0, width - x.shape[1])) for x in rows]).to(world.device)
+    for name in ("lengths", "stop", "texts", "prompts", "success"):
+        whole[name] = [item for part in parts for item in getattr(part, name)]
+    whole["lengths"] = torch.tensor(whole["lengths"])
+    whole["stats"] = {name: sum(part.stats[name] for part in parts) / len(parts) for name in parts[0].stats}
+    return Rollout(**whole)
 
 
 # === 9. Checkpoints ===
@@ -1401,7 +1402,7 @@ class RunFolder:
             if self.path.exists() and not resume.folder:
                 raise UserError(f"--run-name: {self.path} exists; --resume auto goes on with it, else choose another")
             self.path.mkdir(parents=True, exist_ok=True)
-            shutil.copy(__file__, self.path)
+            (self.path / Path(__file__).name).write_bytes(Path(__file__).read_bytes())  # may be the same file
             (self.path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
             for name in ("metrics", "completions"):
                 self.files[name] = open(self.path / f"{name}.jsonl", "a", encoding="utf-8")
@@ -1413,7 +1414,10 @@ class RunFolder:
                         SummaryWriter(self.path / "ratios", purge_step=actor_steps)]
 
     def sizes(self) -> dict[str, int]:
-        return {name: (self.path / f"{name}.jsonl").stat().st_size for name in self.files}
+        """Bytes of each *.jsonl, all of them on the disk: a resumed run cuts the files there."""
+        for file in self.files.values():
+            os.fsync(file.fileno())
+        return {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
 
     def write(self, name: str, row: dict) -> None:
         """Append a line to <name>.jsonl. What is None or not finite is left out: NaN and Infinity are not JSON."""
@@ -1469,7 +1473,7 @@ class Checkpoints:
                 tensors, states = {"weights": {}}, learner.optimizer.state if learner else {}
                 for key, p in model.named_parameters():
                     tensors["weights"][key] = p.detach()
-                    if p in states:  # not before the first step: DCP's own way to an optimizer's state would make one
+                    if p in states:  # none before the first step, and DCP's own helper would make that step
                         tensors.setdefault("moments", {})[key] = states[p]
                 transfer(tensors, checkpoint_id=path / name, process_group=ranks.group, no_dist=ranks.group is None)
 
@@ -1481,10 +1485,10 @@ class Checkpoints:
         world, path = self.world, self.folder / f"iter_{self.now.iteration:06d}"
         if path == self.saved:
             return
-        partial, only_first = self.folder / "partial", world.rank == 0
+        partial, first = self.folder / "partial", world.rank == 0
         failed = f"{path} cannot be written: make room, or move the run and --resume it. Earlier checkpoints are intact"
         with world.agree(), blame(failed):
-            if only_first:
+            if first:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 state = vars(self.now) | {"args": dataclasses.asdict(self.args), "config": self.config.raw}
@@ -1493,11 +1497,11 @@ class Checkpoints:
         with world.agree(), blame(failed):
             self.each_model(dcp.save, partial)
         with world.agree(), blame(failed):
-            files = sorted(str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file())
-            mine = {name: digest(partial / name) for name in files[world.rank :: world.size]}
+            files = [str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file()]
+            mine = {name: digest(partial / name) for name in world.gather(files)[0][world.rank :: world.size]}
         manifest = {name: entry for part in world.gather(mine) for name, entry in part.items()}
         with world.agree(), blame(failed):
-            if only_first:
+            if first:
                 write_synced(partial / "manifest.json", manifest)
                 shutil.rmtree(path, ignore_errors=True)  # there only if it was found damaged
                 partial.rename(path)
@@ -1561,12 +1565,12 @@ class MetadataUnpickler(pickle.Unpickler):
     That holds for BytesStorageMetadata too: with it DCP would unpickle a whole object where a tensor should be.
     """
 
-    NAMES = types.MappingProxyType({
+    NAMES: ClassVar = {
         "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata "
                                                  "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
         "torch.distributed.checkpoint.filesystem": "_StorageInfo", "torch.serialization": "_get_layout",
-        "torch": "Size float32", "pathlib": "PosixPath",
-    })  # fmt: skip
+        "torch": "Size float32", "pathlib": "PosixPath", "pathlib._local": "PosixPath",
+    }  # fmt: skip
 
     def find_class(self, module, name):
         if name not in self.NAMES.get(module, "").split():
@@ -1618,15 +1622,18 @@ def find_resume(args: Args, config: ModelConfig, world: Ranks) -> Resume:
             raise UserError(f"--resume {path}: its model has {key} {then}, this run's {now}")
     if args.kl_coef > 0 and state["args"]["kl_coef"] == 0:
         raise UserError(f"--kl-coef {args.kl_coef}: {path} has no reference, its run began with --kl-coef 0")
-    summary, finished = folder / "summary.json", None
-    if not single and state["iteration"] >= args.num_iterations and summary.is_file():
-        finished = parse_json(read_text(summary), summary)
-    return Resume(None if single else folder, path, state, finished and finished["status"] == "completed" and finished)
+    if single:
+        return Resume(None, path, state)
+    summary = folder / "summary.json"  # says "completed" also while a longer run that goes on from there is not
+    summary = world.gather(parse_json(read_text(summary), summary) if summary.is_file() else {})[0]
+    done = summary.get("status") == "completed" and summary["iterations"] == state["iteration"] >= args.num_iterations
+    return Resume(folder, path, state, summary if done else None)
 
 
 def export_model(actor: Transformer | None, config: ModelConfig, tokenizer, actors: Ranks, world: Ranks, path: Path):
     """`save_hf_checkpoint` of an actor that may be sharded; all ranks take part."""
-    whole = unsharded_copy(actor, config, actors, keep=world.rank == 0)
+    whole = unsharded(config, keep=world.rank == 0)
+    copy_weights(actor, whole, actors)
     with world.agree(), blame(f"{path}: the model cannot be written"):
         if world.rank == 0:
             save_hf_checkpoint(whole, config, tokenizer, path)
@@ -1682,9 +1689,11 @@ def load_models(args: Args, env: EnvThread, eval_env: EnvThread):
 
 def critic_from(actor: Transformer) -> Transformer:
     """A critic with the actor's body and a value head of zeros."""
-    critic = Transformer(actor.config, head="scalar")
-    critic.load_state_dict({k: v for k, v in actor.state_dict().items() if k != "lm_head.weight"}, strict=False)
-    nn.init.zeros_(critic.score.weight)
+    with torch.device("meta"):
+        critic = Transformer(actor.config, head="scalar")
+    body = {name: x.clone() for name, x in actor.state_dict().items() if name != "lm_head.weight"}
+    critic.load_state_dict(body | {"score.weight": torch.zeros(1, actor.config.hidden_size)}, assign=True)
+    critic.rope = actor.rope
     return critic
 
 
@@ -1712,7 +1721,8 @@ class Learner:
         if norm.isfinite():
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.args.max_grad_norm, norm)
             self.optimizer.step()
-            self.streak = 0
+            self.streak, self.tokens = 0, self.tokens + tokens
+            self.sums.update({name: value * tokens for name, value in (stats | {"grad_norm": float(norm)}).items()})
         else:
             bad = next((n for n, grad in gradients.items() if not local(grad).isfinite().all()), None)
             self.bad_tensor = next(filter(None, self.model.ranks.gather(bad)), "their norm")
@@ -1721,11 +1731,10 @@ class Learner:
                 self.complaint = (f"--max-skipped-steps {self.args.max_skipped_steps}: so many gradients in a row were "
                                   f"not finite, the last in {self.bad_tensor}")
         self.optimizer.zero_grad()
-        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
-        self.sums.update({name: value * tokens for name, value in (stats | {"grad_norm": float(norm)}).items()})
+        self.steps += 1
 
     def end_iteration(self) -> dict:
-        """What this iteration's log, diagnosis and checkpoint need; `means` are token-weighted over its minibatches."""
+        """What this iteration's log, diagnosis and checkpoint need; `means` are token-weighted over the steps made."""
         means = {name: value / max(1, self.tokens) for name, value in self.sums.items()}
         counters = {"steps": self.steps, "streak": self.streak, "has_moments": len(self.optimizer.state) > 0}
         report = {"lr": self.lr, "skipped": self.skipped, "bad_tensor": self.bad_tensor, "complaint": self.complaint}
@@ -1834,14 +1843,16 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         say("no chat template: prompts are encoded as plain text")
 
     # --- Warm start, then critic and reference from the actor as it is now. A model that a rank does not hold is None
-    sampler = actor if actors.mesh is None and args.compile != "on" else rollout_model(actor, device, dtype)
+    sampler = actor if actors.mesh is None and args.compile != "on" else unsharded(config, device, dtype)
     actor = shard(actor, actors, args, dtype) if actors.mine else None
-    if actor and not resume.state:
-        warm_start(actor, tokenizer, envs[0], args)
-    whole = unsharded_copy(actor, config, actors)
+    with world.agree():
+        if actor and not resume.state:
+            warm_start(actor, tokenizer, envs[0], args)
+    whole = unsharded(config)
+    copy_weights(actor, whole, actors)
     critic = shard(critic or critic_from(whole), critics, args, dtype) if critics.mine else None
     scorer = shard(scorer.requires_grad_(False), critics, args, dtype) if scorer and critics.mine else None
-    reference = shard(whole.requires_grad_(False), actors, args, dtype) if args.kl_coef > 0 and actors.mine else None
+    reference = shard(whole, actors, args, dtype) if args.kl_coef > 0 and actors.mine else None
     del whole
     actor_learner = Learner(actor, args.actor_lr, args.lr_end, plan.actor_steps_total, args) if actor else None
     critic_learner = Learner(critic, args.critic_lr, args.lr_end, plan.critic_steps_total, args) if critic else None
@@ -1862,7 +1873,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     sample = functools.partial(shared_rollout, world, Signals(stack), sampler, tokenizer)
     with checkpoints.on_stop():
         now.eval_before = before = now.eval_before or evaluate(sample, eval_envs, args, 0)
-    run.summary |= {"eval_before": before, "iterations": now.iteration}
+    steps_done = now.learners["actor"]["steps"] if now.learners else 0
+    run.summary |= {"eval_before": before, "iterations": now.iteration, "update_steps": steps_done}
     say(f"accuracy before PPO: {show(before)}")
     bar = stack.enter_context(tqdm(total=args.num_iterations, initial=now.iteration, desc="PPO", unit="it",
                                    dynamic_ncols=True, disable=world.rank > 0))  # fmt: skip
@@ -1968,7 +1980,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         clock.append(time.time())
         copy_weights(actor, sampler, actors)
 
-        # --- What the updates did: one forward of the updated actor, and a look at a part of every weight
+        # --- What the updates did to the first minibatch, by one more forward, and to a part of every weight
         if actor:
             rows = shuffled_minibatches(args, samples, iteration, 0)[0]
             drift = actors.sum(over_rollout(actor, tokens[rows], mask[rows], lengths[rows], args)) - old_logprobs[rows]
@@ -1986,7 +1998,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         clock.append(time.time())
         report |= {"clock": clock, "peak_memory": peak_memory()}
         reports = world.gather(report)
-        of_actor, of_critic, steps = reports[0]["actor"], reports[-1]["critic"], reports[0]["actor"]["ratio_steps"]
+        of_actor, of_critic = reports[0]["actor"], reports[-1]["critic"]  # the first rank has one, the last the other
+        steps = of_actor["ratio_steps"]
         first, last_step = (steps[0], steps[-1]) if steps else ({"dev": 0.0}, {"dev": 0.0, "out_of_clip": 0.0})
         signals = of_actor | dict(
             phase="critic_warmup" if warmup else "train", planned=plan.update_steps, tokens=trained_tokens,
@@ -2027,7 +2040,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             "objective/response_tokens": trained_tokens / samples,
             "objective/truncated": 1 - batch.stop.count("eos") / samples,
             **{f"losses/{name}": value for name, value in (critic_means | means).items() if name != "grad_norm"},
-            "losses/explained_variance": explained, "grad/critic_norm": critic_means["grad_norm"],
+            "losses/explained_variance": explained, "grad/critic_norm": critic_means.get("grad_norm"),
             "grad/actor_norm": means.get("grad_norm"), "grad/skipped_actor": of_actor["skipped"],
             "grad/skipped_critic": of_critic["skipped"],
             **{f"ratio/{n}": signals[n] for n in ("first_dev", "last_dev", "post_dev", "out_of_clip", "signed_t")},
@@ -2041,12 +2054,15 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             "perf/peak_memory_bytes": max(other["peak_memory"] for other in reports),
             **{f"eval/{name}": value for name, value in evaluation.items()},
         }
-        run.log(row)
-        for i in range(min(args.log_completions, samples)):
-            run.write("completions", {
-                "step": iteration, "prompt": batch.prompts[i], "response": batch.texts[i], "stop": batch.stop[i],
-                "reward": float(scores[i]), "n_tokens": int(token_counts[i]), "kl": float(kl[i]),
-            })
+        with checkpoints.on_stop(), world.agree():
+            run.log(row)
+            for i in range(min(args.log_completions, samples)):
+                run.write("completions", {
+                    "step": iteration, "prompt": batch.prompts[i], "response": batch.texts[i], "stop": batch.stop[i],
+                    "reward": float(scores[i]), "n_tokens": int(token_counts[i]), "kl": float(kl[i]),
+                })
+            if complaint := of_actor["complaint"] or of_critic["complaint"]:
+                raise UserError(complaint)
         run.summary |= {"iterations": iteration + 1, "update_steps": of_actor["counters"]["steps"]}
         say(f"{iteration + 1:>5}: reward {float(scores.mean()):.3f}, accuracy {row['objective/accuracy']:.1%}, "
             f"{row['objective/response_tokens']:.1f} tokens, max|ratio-1| {signals['last_dev']:.2g}, clipped "
@@ -2056,9 +2072,6 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             for i in range(min(2, samples)):
                 say(f"       {batch.prompts[i]!r:.80} -> {batch.texts[i]!r:.200} (reward {scores[i]:g})")
         bar.update()
-        with checkpoints.on_stop():
-            if complaint := of_actor["complaint"] or of_critic["complaint"]:
-                raise UserError(complaint)
 
     bar.close()
     if args.save_every:

@@ -51,7 +51,8 @@ def worker(dtype: str) -> None:
         for name, head in (("actor", "lm"), ("critic", "scalar"), ("reference", "lm")):
             model = ppo.Transformer(config, head)
             if name == "actor" and ranks.mesh is not None:
-                sampler = ppo.rollout_model(model, device, precision)
+                sampler = ppo.unsharded(config, device, precision)
+                ppo.copy_weights(model, sampler, ranks)
                 copy = sum(p.numel() * p.element_size() for p in sampler.parameters())
             model = ppo.shard(model.requires_grad_(name != "reference"), ranks, args, precision)
             if name != "reference":

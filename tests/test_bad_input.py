@@ -132,7 +132,7 @@ AT_LEAST_1 = (
 ).split()
 AT_LEAST_0 = (
     "seed sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations ref_sync_every "
-    "missing_eos_penalty eval_every log_completions"
+    "missing_eos_penalty eval_every log_completions save_every critic_ranks"
 ).split()
 ABOVE_0 = "temperature clip_high value_clip target_kl rollout_is_cap kl_target max_grad_norm env_timeout".split()
 IN_0_TO_1 = "gamma gae_lambda lr_end ref_sync_alpha".split()
@@ -142,7 +142,8 @@ FLAGS = [
     *[(name, value) for name in ABOVE_0 for value in (0.0, -0.5)],
     *[(name, value) for name in IN_0_TO_1 for value in (-0.1, 1.1)],
     *[(name, value) for name in ("actor_lr", "temperature", "gamma", "clip_low") for value in (math.nan, math.inf)],
-    ("clip_low", 0.0), ("clip_low", 1.0), ("dual_clip", 1.0), ("seed", 2**70),
+    ("clip_low", 0.0), ("clip_low", 1.0), ("dual_clip", 1.0), ("seed", 2**70), ("keep_checkpoints", 1),
+    ("critic_ranks", 1), ("fsdp_shard_size", 0), ("fsdp_shard_size", 2), ("resume", "auto"),  # there is one process
     ("env_kwargs", "{path"), ("env_kwargs", "[1]"), ("eval_env_kwargs", "3"),
 ]
 

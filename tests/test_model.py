@@ -572,7 +572,7 @@ def alone(ppo):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_bfloat16_copy_keeps_rotary_frequencies_and_is_refreshed_in_place(ppo, alone, tied):
     (device, dtype, ranks), actor = alone, random_model(ppo, tie_word_embeddings=tied, rope_scaling=LLAMA3_ROPE)
-    sampler = ppo.rollout_model(actor, device, dtype)
+    sampler = ppo.unsharded(actor.config, device, dtype)
     ppo.shard(actor, ranks, ppo.Args(), dtype)
     assert {p.dtype for p in sampler.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in actor.parameters()} == {torch.float32}
@@ -593,8 +593,9 @@ def test_a_bfloat16_copy_keeps_rotary_frequencies_and_is_refreshed_in_place(ppo,
 def test_the_bfloat16_copy_predicts_what_the_actor_does(ppo, alone):
     (device, dtype, ranks), actor, tokens = alone, random_model(ppo), torch.randint(41, (2, 9))
     logprobs = lambda model: model(tokens, select=torch.arange(18)).float().log_softmax(-1)
-    exact, sampler = logprobs(actor), ppo.rollout_model(actor, device, dtype)
+    exact, sampler = logprobs(actor), ppo.unsharded(actor.config, device, dtype)
     ppo.shard(actor, ranks, ppo.Args(), dtype)
+    ppo.copy_weights(actor, sampler, ranks)
     trained, sampled = logprobs(actor), logprobs(sampler)
     scale = exact.std()
     assert 1e-4 * scale < (trained - exact).abs().mean() < 0.02 * scale

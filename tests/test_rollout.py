@@ -206,6 +206,22 @@ def test_sample_is_the_same_alone_in_any_batch_and_in_any_order(ppo, tokenizer, 
     assert len({json.dumps(row) for row in rows(expected)}) > 10
 
 
+@pytest.mark.parametrize("env", ["Plain", "TwoTurns", "Endless"])
+def test_tokens_decoded_between_two_host_reads_do_not_change_samples(ppo, tokenizer, monkeypatch, env):
+    """K is 1 on the CPU and 8 on a GPU, where most rows end within a block."""
+    actor, original = random_model(ppo, tokenizer), ppo.Engine.__init__
+    one = run(ppo, actor, tokenizer, env, samples=14, rollout_slots=5)
+
+    def init(engine, *rest):
+        original(engine, *rest)
+        engine.K = 8
+
+    monkeypatch.setattr(ppo.Engine, "__init__", init)
+    eight = run(ppo, actor, tokenizer, env, samples=14, rollout_slots=5)
+    assert rows(eight) == rows(one) and eight.stats["rollout/decode_steps"] % 8 == 0
+    torch.testing.assert_close(eight.logprobs, one.logprobs, atol=1e-5, rtol=0)
+
+
 def test_samples_of_a_prompt_share_its_prefill(ppo, tokenizer):
     actor = random_model(ppo, tokenizer)
     ids = [(seed, 4 * seed + i) for seed in (2, 3, 4) for i in range(4)]  # prompts of 40, 3 and 25 tokens

@@ -500,7 +500,7 @@ def test_activation_checkpointing_recomputes_each_block_and_changes_no_metric(pp
 def test_compile_is_of_the_trained_blocks_and_not_of_the_copy_that_samples(run, monkeypatch):
     calls, flags = [], dict(kl_coef=0.1, sft_steps=2, sft_batch_size=16)
 
-    def compile(module):
+    def compile(module, **kwargs):
         module._compiled_call_impl = lambda *args: calls.append(module) or module._call_impl(*args)
 
     _, plain, _ = run(**flags)
