@@ -78,6 +78,8 @@ from tqdm import tqdm
 class UserError(ValueError):
     """Something the user can mend: shown as one line without a traceback, exit code 2."""
 
+    common = False  # whether all ranks have it, so that one of them is enough to say it
+
     def __str__(self):
         return " ".join(super().__str__().split())
 
@@ -230,7 +232,6 @@ def validate(args: Args, world_size: int = 1) -> Plan:
         ("kl_target", lambda x: args.kl_coef > 0, "needs a --kl-coef above 0 to start from"),
         ("ref_sync_every", lambda x: x == 0 or args.kl_coef > 0, "needs a reference, that is a --kl-coef above 0"),
         ("critic_warmup_iterations", lambda x: x <= args.num_iterations, "must be at most --num-iterations"),
-        ("device", lambda x: x != "cuda" or torch.cuda.is_available(), "no CUDA device is available"),
         ("rollout_batch_size", lambda x: x >= world_size, f"must be at least 1 for each of {world_size} ranks"),
         ("critic_ranks", lambda x: x < world_size, f"must leave a rank for the actor; there are {world_size} in all"),
         ("fsdp_shard_size", lambda x: x >= 1 and not any(n % x for n in teams),
@@ -669,7 +670,7 @@ class Engine:
     def __init__(self, actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy):
         self.actor, self.tokenizer, self.args, self.greedy = actor, tokenizer, args, greedy
         self.envs = [env if isinstance(env, EnvThread) else EnvThread(env, args.env_timeout) for env in envs]
-        self.seeds, N, weight = list(seeds), len(seeds), actor.model.norm.weight
+        self.seeds, self.sample_ids, N, weight = list(seeds), list(sample_ids), len(seeds), actor.model.norm.weight
         self.slots = B = min(args.rollout_slots, len(envs), N)
         self.K = 8 if weight.is_cuda else 1  # on the CPU a host read costs nothing
         self.S = S = args.max_prompt_tokens + args.max_new_tokens
@@ -680,7 +681,7 @@ class Engine:
         self.logprobs = zeros(N, S + 1)
         self.rewards, self.lengths, self.success = torch.zeros(N, S), [0] * N, [False] * N
         self.prompts, self.texts, self.stop = [""] * N, [""] * N, [""] * N
-        self.keys = sample_keys(args.seed, iteration, sample_ids, weight.device)
+        self.keys = sample_keys(args.seed, iteration, self.sample_ids, weight.device)
         # By slot, on the device: the sample it holds, the row's length and limit, whether the row decodes.
         self.sample, self.length, self.limit = zeros(3, B, dtype=torch.int64)
         self.alive, self.stop_ids = zeros(B, dtype=torch.bool), torch.tensor(tokenizer.stop_ids, device=weight.device)
@@ -775,7 +776,7 @@ class Engine:
     def finish_turn(self, slot: int) -> None:
         """Book a turn's reward; then queue the environment's text for the next turn, or end the sample."""
         sample, ids, feedback = self.holds[slot], self.ids[slot], []
-        where = f"sample {sample} with seed {self.seeds[sample]}, prompt {self.prompts[sample]!r:.80}"
+        where = f"sample {self.sample_ids[sample]} with seed {self.seeds[sample]}, prompt {self.prompts[sample]!r:.80}"
         text, reward, terminated, truncated, info = self.envs[slot].result(self.pending.pop(slot), where)
         self.rewards[sample, len(ids) - 1] = float(reward)
         if ids[-1] not in self.tokenizer.stop_ids:  # cut in mid-turn, whatever the environment makes of it
@@ -1222,6 +1223,7 @@ class Ranks:
             raise error
         for first in errors:
             if first is not None:
+                first.common = True
                 raise first
 
     def sum(self, x: Tensor) -> Tensor:
@@ -1257,10 +1259,13 @@ class Ranks:
 
 
 def connect(args: Args, stack: contextlib.ExitStack) -> tuple[torch.device, torch.dtype, Ranks, Ranks, Ranks]:
-    """Device, dtype of forward passes, and who is who: the world, the actor's ranks, the critic's.
+    """Join the other processes and check the flags together.
 
-    FSDP2 serves one process too, wherever forward passes are in another precision than the weights.
+    Returns device, dtype of forward passes, and who is who: the world, the actor's ranks, the critic's. FSDP2 serves
+    one process too, wherever forward passes are in another precision than the weights.
     """
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: no CUDA device is available")
     use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     dtype = torch.bfloat16 if args.dtype == "bfloat16" or (args.dtype == "auto" and use_cuda) else torch.float32
@@ -1276,6 +1281,8 @@ def connect(args: Args, stack: contextlib.ExitStack) -> tuple[torch.device, torc
         stack.push(lambda kind, error, trace: dist.destroy_process_group() if isinstance(error, common) else None)
     W = dist.get_world_size() if dist.is_initialized() else 1
     world, K = Ranks(range(W), device), args.critic_ranks
+    with world.agree():
+        validate(args, W)
     actors = Ranks(range(W - K), device, args.fsdp_shard_size)
     return device, dtype, world, actors, Ranks(range(W - K, W), device, args.fsdp_shard_size) if K else actors
 
@@ -1407,7 +1414,12 @@ class RunFolder:
             for name in ("metrics", "completions"):
                 self.files[name] = open(self.path / f"{name}.jsonl", "a", encoding="utf-8")
                 # What was written after the checkpoint will be written again.
-                self.files[name].truncate(state["bytes"][name] if state and resume.folder else 0)
+                size = state["bytes"][name] if state and resume.folder else 0
+                self.files[name].truncate(min(size, self.files[name].tell()))
+            for newer in checkpoints_in(self.path / "checkpoints"):
+                if newer > resume.checkpoint:  # damaged: put aside, so that it is not among those kept
+                    shutil.rmtree(f"{newer}.damaged", ignore_errors=True)
+                    newer.rename(f"{newer}.damaged")
         # On resume TensorBoard cuts all of a folder at one step, and ratios are logged by actor step: two folders.
         actor_steps = state["learners"]["actor"]["steps"] if state and state["learners"] else None
         self.writers = [SummaryWriter(self.path, purge_step=state and state["iteration"]),
@@ -1442,10 +1454,11 @@ class RunFolder:
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         self.summary["status"] = "interrupted" if interrupted else "failed" if kind else "completed"
         self.summary |= {"seconds": time.monotonic() - self.started, "peak_memory_bytes": peak_memory()}
-        if self.writes:
-            (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2), encoding="utf-8")
-        for file in (*self.writers, *self.files.values()):
-            file.close()
+        with contextlib.suppress(OSError) if kind else blame(f"{self.path}: cannot be written"):
+            if self.writes:
+                (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2), encoding="utf-8")
+            for file in (*self.writers, *self.files.values()):
+                file.close()
 
 
 def peak_memory() -> int:
@@ -1503,7 +1516,6 @@ class Checkpoints:
         with world.agree(), blame(failed):
             if first:
                 write_synced(partial / "manifest.json", manifest)
-                shutil.rmtree(path, ignore_errors=True)  # there only if it was found damaged
                 partial.rename(path)
                 directory = os.open(self.folder, os.O_RDONLY)
                 os.fsync(directory)
@@ -1585,9 +1597,11 @@ def verify_checkpoint(path: Path, world: Ranks) -> dict:
         for name in sorted({*manifest, "state.json"})[world.rank :: world.size]:
             if digest(path / name) != manifest[name]:
                 raise ValueError(f"{name} is not as it was saved")
-        for metadata in path.rglob(".metadata"):
-            with open(metadata, "rb") as file:
-                MetadataUnpickler(file).load()
+        for folder, _, names in os.walk(path, followlinks=True):
+            for name in names:
+                if name.endswith(".metadata"):
+                    with open(Path(folder, name), "rb") as file:
+                        MetadataUnpickler(file).load()
         return parse_json(read_text(path / "state.json"), path / "state.json")
 
 
@@ -1603,7 +1617,7 @@ def find_resume(args: Args, config: ModelConfig, world: Ranks) -> Resume:
     if args.resume is None:
         return Resume()
     folder = Path(args.log_dir, args.run_name) if args.resume == "auto" else Path(args.resume)
-    single = folder.name.startswith("iter_")
+    single = args.resume != "auto" and folder.parent.name == "checkpoints"
     found, state = world.gather([folder] if single else checkpoints_in(folder / "checkpoints"))[0], None
     for path in found:
         try:
@@ -1624,8 +1638,10 @@ def find_resume(args: Args, config: ModelConfig, world: Ranks) -> Resume:
         raise UserError(f"--kl-coef {args.kl_coef}: {path} has no reference, its run began with --kl-coef 0")
     if single:
         return Resume(None, path, state)
-    summary = folder / "summary.json"  # says "completed" also while a longer run that goes on from there is not
-    summary = world.gather(parse_json(read_text(summary), summary) if summary.is_file() else {})[0]
+    summary = {}
+    with contextlib.suppress(UserError):
+        summary = parse_json(read_text(folder / "summary.json"), "summary.json")
+    summary = world.gather(summary)[0]  # "completed", too, while a longer run that goes on from there is not
     done = summary.get("status") == "completed" and summary["iterations"] == state["iteration"] >= args.num_iterations
     return Resume(folder, path, state, summary if done else None)
 
@@ -1820,8 +1836,8 @@ def train(args: Args) -> dict:
 
 
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
-    plan = validate(args, int(os.environ.get("WORLD_SIZE", 1)))
     device, dtype, world, actors, critics = connect(args, stack)
+    plan = plan_steps(args, world.size)
     samples = plan.samples_per_iteration
     torch.manual_seed(args.seed)
 
@@ -2085,11 +2101,15 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 
 
 def main() -> None:
+    first = os.environ.get("RANK", "0") == "0"
     try:
-        first = os.environ.get("RANK", "0") == "0"
         train(tyro.cli(Args, console_outputs=first))
-    except UserError as error:
-        if first:
+    except (UserError, SystemExit) as error:
+        if not first:
+            time.sleep(10)  # torchrun ends all ranks when one exits: leave the first time to say why
+        if isinstance(error, SystemExit):  # by tyro
+            raise
+        if first or not error.common:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as error:
