@@ -1,0 +1,77 @@
+"""The same run with one process and with several ranks, meshes and placements: how far apart are the numbers?
+
+    python benchmarks/ranks.py [script.py]
+
+Three iterations of the embedded task in float32 on the CPU with most of what the loop can do switched on. Compared are
+all completions, all numbers in metrics.jsonl but timings and the rollout's counters, and the exported weights.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+SCRIPT = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent / "ppo_llm.py").resolve()
+FLAGS = (
+    "--num-iterations 3 --rollout-batch-size 64 --n-samples-per-prompt 2 --train-batch-size 32 "
+    "--micro-batch-tokens 200 --sft-steps 5 --eval-episodes 32 --kl-coef 0.05 --kl-target 0.1 --ref-sync-every 2 --entropy-coef 0.01 "
+    "--bootstrap-truncated --missing-eos-penalty 0.1 --log-completions 128"
+).split()
+RUNS = {  # name: (ranks, further flags); 0 ranks: no torchrun
+    "1 process": (0, ""), "1 process, microbatches of 10,000 tokens": (0, "--micro-batch-tokens 10000"),
+    "1 rank": (1, ""), "2 ranks": (2, ""), "4 ranks": (4, ""), "2 x 2 mesh": (4, "--fsdp-shard-size 2"),
+    "2 ranks, actor and critic apart": (2, "--critic-ranks 1"), "4 ranks, 3 + 1": (4, "--critic-ranks 1"),
+    "4 ranks, 2 + 2": (4, "--critic-ranks 2"), "2 ranks, activation checkpointing": (2, "--activation-checkpointing"),
+}  # fmt: skip
+SKIPPED = ("time/", "perf/", "rollout/", "charts/SPS")
+
+
+def numbers(value, name=""):
+    if isinstance(value, dict):
+        return {k: x for key in value for k, x in numbers(value[key], f"{name}/{key}").items()}
+    if isinstance(value, list):
+        return {k: x for i, item in enumerate(value) for k, x in numbers(item, f"{name}/{i}").items()}
+    return {name: value} if isinstance(value, int | float) else {}
+
+
+def results(folder: Path):
+    rows = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    rows = [{key: value for key, value in row.items() if not key.startswith(SKIPPED)} for row in rows]
+    texts = [json.loads(line)["response"] for line in open(folder / "completions.jsonl")]
+    return numbers(rows), texts, safetensors.torch.load_file(folder / "model" / "model.safetensors")
+
+
+def main() -> None:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    print(f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}\n")
+    print("| run | same responses | largest difference of a metric | of a weight |\n|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as work:
+        for i, (name, (ranks, flags)) in enumerate(RUNS.items()):
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+            command = [sys.executable, *launch, str(SCRIPT), *FLAGS, *flags.split()]
+            command += ["--log-dir", work, "--run-name", str(i)]
+            run = subprocess.run(command, env=env, text=True, capture_output=True, timeout=300)
+            if run.returncode:
+                sys.exit(f"{name}: exit code {run.returncode}\n{run.stderr[-3000:]}")
+            metrics, texts, weights = results(Path(work, str(i)))
+            if i == 0:
+                first = metrics, texts, weights
+            assert metrics.keys() == first[0].keys()
+            # Relative for numbers above 1.
+            worst = {key: abs(x - first[0][key]) / max(1, abs(first[0][key])) for key, x in metrics.items()}
+            key = max(worst, key=worst.get)
+            shift = max(float((weights[k] - first[2][k]).abs().max()) for k in weights)
+            same = f"{sum(a == b for a, b in zip(texts, first[1], strict=True))} of {len(texts)}"
+            where = f" ({key.partition('/')[2].partition('/')[2]})" if worst[key] else ""
+            print(f"| {name} | {same} | {worst[key]:.1e}{where} | {shift:.1e} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
