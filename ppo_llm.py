@@ -49,6 +49,7 @@ import sys
 import threading
 import time
 import types
+import uuid
 import warnings
 import zlib
 from concurrent.futures import Future
@@ -1258,6 +1259,27 @@ class Ranks:
         return mine + [rows[:0]] * (max(map(len, groups)) - len(mine))
 
 
+def fresh_store() -> tuple[dist.Store, int, int]:
+    """torchrun's store, rank and world size; the store under a name that these processes have agreed on.
+
+    A restarted job gets the store of the one before, and processes that find its addresses there hang. So each says
+    hello with a name of its own, and answers whom the first one, who cannot tell old from new, welcomes by that name.
+    """
+    store, rank, size = next(dist.rendezvous("env://"))
+    room = name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"hello/{rank}", name)
+        room = store.get(f"welcome/{name}").decode()
+        store.set(f"{room}/{rank}", "")
+    others = range(1, size if rank == 0 else 0)
+    while not all(store.check([f"{room}/{other}"]) for other in others):
+        for other in others:
+            if store.check([f"hello/{other}"]):
+                store.set(f"welcome/{store.get(f'hello/{other}').decode()}", room)
+        time.sleep(0.05)
+    return dist.PrefixStore(room, store), rank, size
+
+
 def connect(args: Args, stack: contextlib.ExitStack) -> tuple[torch.device, torch.dtype, Ranks, Ranks, Ranks]:
     """Join the other processes and check the flags together.
 
@@ -1274,8 +1296,9 @@ def connect(args: Args, stack: contextlib.ExitStack) -> tuple[torch.device, torc
     if use_cuda:
         torch.cuda.set_device(device)
     if "RANK" in os.environ or use_cuda or dtype != torch.float32:
-        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=TIMEOUT, **alone)
+        store, rank, size = fresh_store() if "RANK" in os.environ else (dist.HashStore(), 0, 1)
+        backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         # Not after an error that this rank has alone: it would wait for the others, and they for it.
         common = (type(None), UserError, KeyboardInterrupt) if "RANK" in os.environ else object
         stack.push(lambda kind, error, trace: dist.destroy_process_group() if isinstance(error, common) else None)

@@ -20,8 +20,8 @@ import torch
 SCRIPT = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent / "ppo_llm.py").resolve()
 FLAGS = (
     "--num-iterations 3 --rollout-batch-size 64 --n-samples-per-prompt 2 --train-batch-size 32 "
-    "--micro-batch-tokens 200 --sft-steps 5 --eval-episodes 32 --kl-coef 0.05 --kl-target 0.1 --ref-sync-every 2 --entropy-coef 0.01 "
-    "--bootstrap-truncated --missing-eos-penalty 0.1 --log-completions 128"
+    "--micro-batch-tokens 200 --sft-steps 5 --eval-episodes 32 --kl-coef 0.05 --kl-target 0.1 --ref-sync-every 2 "
+    "--entropy-coef 0.01 --bootstrap-truncated --missing-eos-penalty 0.1 --log-completions 128"
 ).split()
 RUNS = {  # name: (ranks, further flags); 0 ranks: no torchrun
     "1 process": (0, ""), "1 process, microbatches of 10,000 tokens": (0, "--micro-batch-tokens 10000"),

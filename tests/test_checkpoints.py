@@ -784,11 +784,11 @@ def test_a_signal_during_a_rollout_ends_the_run_at_once(ppo, tmp_path, monkeypat
     flags, handlers = dict(save_every=50, kl_coef=0.1), [signal.getsignal(signum) for signum in SIGNALS]
     turns, original, timer = itertools.count(1), environments.TextEnv.turn, threading.Timer(0.2, lambda: send(signum))
     hang = lambda self, response: (timer.start(), time.sleep(100)) if next(turns) == turn else original(self, response)
-    with monkeypatch.context() as patch, pytest.raises(ppo.Interrupted) as stopped:
+    with monkeypatch.context() as patch:
         patch.setattr(environments.TextEnv, "turn", hang)
         started = time.monotonic()
-        train(ppo, tmp_path, **flags)
-    assert time.monotonic() - started < 10 and stopped.value.args == (signum,)
+        assert main(ppo, tmp_path, **flags) == {signal.SIGTERM: 143, signal.SIGINT: 130}[signum]
+    assert time.monotonic() - started < 10
     assert handlers == [signal.getsignal(signum) for signum in SIGNALS]
     check_stopped(tmp_path / "run", max(0, turn - 5) // 16)  # 2 x 2 turns of an evaluation come first
     train(ppo, tmp_path, resume="auto", **flags)
@@ -806,6 +806,7 @@ def test_a_signal_during_an_update_ends_the_run_after_the_iteration(ppo, tmp_pat
     assert differences(record(finished(ppo, tmp_path / "whole")), record(tmp_path / "run")) == []
 
 
+@pytest.mark.slow
 def test_command_line_that_gets_a_signal_during_a_rollout(ppo, tmp_path):
     """The environment hangs in the third rollout; its seeds go on at 16, those of evaluations are 0 and 1."""
     flags = dict(env_id="test_checkpoints:Waits-v0", save_every=50, kl_coef=0.1)

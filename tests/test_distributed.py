@@ -3,11 +3,13 @@
 Ranks are processes of torchrun on the CPU. One launch serves many tests: see distributed_worker.py.
 """
 
+import concurrent.futures
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -531,3 +533,22 @@ def test_a_killed_rank_ends_the_job(ppo, tmp_path, victim, when):
     code, output = finish(process, timeout=60)
     assert code != 0 and "SIGKILL" in output, output
     assert not [pid for pid in family if alive(pid)]
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_restarted_processes_meet_each_other_and_none_of_those_before(ppo, monkeypatch, late):
+    """torchrun gives them the same store again; whoever comes last, all of a round get a part of it that is empty."""
+    shared, mine = torch.distributed.HashStore(), threading.local()
+    monkeypatch.setattr(ppo.dist, "rendezvous", lambda url: iter([(shared, mine.rank, 3)]))
+
+    def process(rank):
+        mine.rank = rank
+        time.sleep(0.2 * (rank == late))
+        store, *place = ppo.fresh_store()
+        assert place == [rank, 3] and not store.check([f"from {rank}"])
+        store.set(f"from {rank}", str(rank))
+        return [store.get(f"from {other}") for other in range(3)]  # waits for all of this round
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            assert list(pool.map(process, range(3))) == 3 * [[b"0", b"1", b"2"]]
