@@ -1260,10 +1260,10 @@ class Ranks:
 
 
 def fresh_store() -> tuple[dist.Store, int, int]:
-    """torchrun's store, rank and world size; the store under a name that these processes have agreed on.
+    """torchrun's store, in a part of it that is this attempt's alone, rank and world size.
 
-    A restarted job gets the store of the one before, and processes that find its addresses there hang. So each says
-    hello with a name of its own, and answers whom the first one, who cannot tell old from new, welcomes by that name.
+    A restarted job gets the store of the one before, and would hang on the addresses left in it. So every rank leaves
+    a new name there; rank 0 answers all names that it finds, old ones too, with a room, until all have come in.
     """
     store, rank, size = next(dist.rendezvous("env://"))
     room = name = uuid.uuid4().hex
