@@ -1534,7 +1534,9 @@ class Checkpoints:
             self.each_model(dcp.save, partial)
         with world.agree(), blame(failed):
             files = [str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file()]
-            mine = {name: digest(partial / name) for name in world.gather(files)[0][world.rank :: world.size]}
+        files = world.gather(files)[0]  # rank 0's, since a file system may be late to show them to others
+        with world.agree(), blame(failed):
+            mine = {name: digest(partial / name) for name in files[world.rank :: world.size]}
         manifest = {name: entry for part in world.gather(mine) for name, entry in part.items()}
         with world.agree(), blame(failed):
             if first:
@@ -1640,7 +1642,12 @@ def find_resume(args: Args, config: ModelConfig, world: Ranks) -> Resume:
     if args.resume is None:
         return Resume()
     folder = Path(args.log_dir, args.run_name) if args.resume == "auto" else Path(args.resume)
-    single = args.resume != "auto" and folder.parent.name == "checkpoints"
+    single = args.resume != "auto" and folder.name.startswith("iter_") and not (folder / "checkpoints").exists()
+    summary = {}
+    with contextlib.suppress(UserError):
+        summary = parse_json(read_text(folder / "summary.json"), "summary.json")
+    summary = world.gather(summary)[0]  # "completed", too, while a longer run that goes on from there is not
+    completed = summary if summary.get("status") == "completed" else None
     found, state = world.gather([folder] if single else checkpoints_in(folder / "checkpoints"))[0], None
     for path in found:
         try:
@@ -1650,6 +1657,8 @@ def find_resume(args: Args, config: ModelConfig, world: Ranks) -> Resume:
             say(f"WARNING: {error}")
     if not state and (found or args.resume != "auto"):
         raise UserError(f"--resume {args.resume}: {'only damaged checkpoints' if found else 'no checkpoint'} there")
+    if not state and completed:  # with --save-every 0
+        return Resume(folder, finished=completed)
     if not state:
         say(f"--resume auto: no checkpoint in {folder} yet, starting afresh")
         return Resume(folder)
@@ -1661,12 +1670,8 @@ def find_resume(args: Args, config: ModelConfig, world: Ranks) -> Resume:
         raise UserError(f"--kl-coef {args.kl_coef}: {path} has no reference, its run began with --kl-coef 0")
     if single:
         return Resume(None, path, state)
-    summary = {}
-    with contextlib.suppress(UserError):
-        summary = parse_json(read_text(folder / "summary.json"), "summary.json")
-    summary = world.gather(summary)[0]  # "completed", too, while a longer run that goes on from there is not
-    done = summary.get("status") == "completed" and summary["iterations"] == state["iteration"] >= args.num_iterations
-    return Resume(folder, path, state, summary if done else None)
+    done = completed and completed["iterations"] == state["iteration"] >= args.num_iterations
+    return Resume(folder, path, state, completed if done else None)
 
 
 def export_model(actor: Transformer | None, config: ModelConfig, tokenizer, actors: Ranks, world: Ranks, path: Path):
@@ -1872,7 +1877,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     config = actor.config
     resume = find_resume(args, config, world)
     if resume.finished:
-        say(f"{resume.folder}: finished; with a --num-iterations above {args.num_iterations} it would go on")
+        say(f"{resume.folder}: finished; from its last checkpoint, if any, a larger --num-iterations would go on")
         return resume.finished
     with world.agree():
         stack.push(run := RunFolder(args, world, resume))

@@ -1099,3 +1099,17 @@ def test_torchrun_restarts_a_job_whose_worker_was_killed(ppo, tmp_path, two_rank
     assert process.returncode == 0 and "going on from" in output, output
     assert [row["iteration"] for row in lines(run)] == list(range(8))
     assert differences(record(whole), record(run)) == []
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_again(ppo, tmp_path):
+    train(ppo, tmp_path, save_every=0)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    train(ppo, tmp_path, save_every=0, resume="auto")
+    assert before and (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_may_be_kept_elsewhere(ppo, tmp_path):
+    train(ppo, tmp_path, save_every=2, num_iterations=3)
+    (tmp_path / "run/checkpoints/iter_000002").rename(tmp_path / "iter_000002")
+    train(ppo, tmp_path, resume=str(tmp_path / "iter_000002"), run_name="other", num_iterations=4)
+    assert [row["iteration"] for row in lines(tmp_path / "other")] == [2, 3]
