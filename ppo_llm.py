@@ -219,6 +219,7 @@ def validate(args: Args, world_size: int = 1) -> Plan:
          "kl_horizon sft_batch_size ppo_epochs critic_epochs train_batch_size micro_batch_tokens eval_episodes "
          "max_skipped_steps", lambda x: x >= 1, "must be at least 1"),
         ("seed", lambda x: 0 <= x < 2**31, "must lie in [0, 2**31)"),
+        ("num_iterations", lambda x: x < 10**6, "must be below 1,000,000: checkpoints are numbered by six digits"),
         ("sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations ref_sync_every "
          "missing_eos_penalty eval_every log_completions save_every critic_ranks",
          lambda x: 0 <= x < math.inf, "must be finite, at least 0"),

@@ -143,6 +143,7 @@ FLAGS = [
     *[(name, value) for name in IN_0_TO_1 for value in (-0.1, 1.1)],
     *[(name, value) for name in ("actor_lr", "temperature", "gamma", "clip_low") for value in (math.nan, math.inf)],
     ("clip_low", 0.0), ("clip_low", 1.0), ("dual_clip", 1.0), ("seed", 2**70), ("keep_checkpoints", 1),
+    ("num_iterations", 10**6),
     ("critic_ranks", 1), ("fsdp_shard_size", 0), ("fsdp_shard_size", 2), ("resume", "auto"),  # there is one process
     ("env_kwargs", "{path"), ("env_kwargs", "[1]"), ("eval_env_kwargs", "3"),
 ]

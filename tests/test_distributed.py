@@ -505,7 +505,7 @@ def test_torchrun_of_the_script_itself(ppo, alone, tmp_path):
     for again in (False, True):
         code, output = finish(start(torchrun(2, ppo.__file__, *flags), tmp_path), timeout=90)
         assert code == 0 and "Traceback" not in output, output
-        assert output.count("finished; with a --num-iterations above 1") == again
+        assert output.count("runs/mine: finished; ") == again
         assert output.count("accuracy after PPO") == output.count("cpu, torch.float32, 2 ranks") == (not again)
         runs = alone.folder / "short", tmp_path / "runs" / "mine"
         texts = [[row["response"] for row in read(run, "completions")] for run in runs]
