@@ -29,6 +29,7 @@ PPO" (https://huggingface.co/blog/the_n_implementation_details_of_rlhf_with_ppo)
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
@@ -52,7 +53,6 @@ import types
 import uuid
 import warnings
 import zlib
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -595,13 +595,29 @@ def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTok
 # === 4. Rollout ===
 
 
-class KVCache:
-    """Keys and values of `slots` rows, [L][2, slots, Hkv, size + 1, D]; padding is written to position `size`."""
+def free_memory(device: torch.device) -> float:
+    """Bytes, as far as the system tells."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    with contextlib.suppress(OSError, TypeError):
+        return 1024 * int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1])
+    return math.inf
 
-    def __init__(self, config: ModelConfig, slots: int, size: int, dtype=torch.float32, device="cpu"):
-        shape = (2, slots, config.num_key_value_heads, size + 1, config.head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        self.size, self.all_rows = size, torch.arange(slots, device=device)
+
+class KVCache:
+    """Keys and values of `rows` rows, [L][2, rows, Hkv, size + 1, D]; padding is written to position `size`."""
+
+    def __init__(self, config: ModelConfig, rows: int, size: int, dtype=torch.float32, device="cpu"):
+        L, Hkv, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        row, free = 2 * L * Hkv * (size + 1) * D * dtype.itemsize, free_memory(torch.device(device))  # bytes
+        if rows * row > free:
+            raise UserError(
+                f"--rollout-slots: a KV cache of 2 x {L} layers x {rows} rows x {Hkv} heads x {size + 1} tokens x {D} "
+                f"x {dtype.itemsize} bytes takes {rows * row / 1e9:,.1f} GB; {free / 1e9:,.1f} GB are free, enough for "
+                f"{free // row} rows, or lower --max-prompt-tokens and --max-new-tokens")
+        self.layers = [torch.zeros(2, rows, Hkv, size + 1, D, dtype=dtype, device=device) for _ in range(L)]
+        self.size, self.all_rows = size, torch.arange(rows, device=device)
         self.look_at(size + 1)
 
     def look_at(self, live: int, rows: Tensor | None = None) -> None:
@@ -609,15 +625,19 @@ class KVCache:
         self.live, self.rows = min(live, self.size + 1), rows
 
     def mask(self, positions: Tensor) -> Tensor:
-        """[B, T, live]: a query sees positions up to its own; what an earlier sample left behind lies beyond."""
-        return torch.arange(self.live, device=positions.device) <= positions[..., None]
+        """[B, T, live]: a query sees positions up to its own; what an earlier sample left behind lies beyond.
+
+        To add to scores, 0 or -infinity: of booleans attention would make this in every layer.
+        """
+        beyond = torch.arange(self.live, device=positions.device) > positions[..., None]
+        return self.layers[0].new_zeros(beyond.shape).masked_fill_(beyond, -math.inf)
 
     def update(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         """Write k, v [B, T, Hkv, D] at `positions` [B, T]; returns all live keys and values [2, B, Hkv, live, D]."""
         buffer, rows = self.layers[layer], self.all_rows if self.rows is None else self.rows
         buffer[0, rows[:, None], :, positions], buffer[1, rows[:, None], :, positions] = k, v
         live = buffer[:, :, :, : self.live]
-        return live if self.rows is None else live[:, rows]
+        return live[:, : len(rows)] if self.rows is None else live[:, rows]
 
 
 def hash32(x: Tensor) -> Tensor:
@@ -662,8 +682,13 @@ class Rollout:
     success: list[bool]  # info["success"] of the last step, else whether the rewards sum to more than 0
 
 
+def episodes_at_once(args: Args, samples: int) -> int:
+    """How many environments a rollout of `samples` can use."""
+    return min(args.rollout_slots, samples)
+
+
 class Engine:
-    """Samples episodes in B rows (slots) of fixed shape; a slot holds one sample at a time, and `ids` its text.
+    """Samples episodes in B slots, the rows that decode, in one shape. A row holds a sample at a time, `ids` its text.
 
     Between two host reads K tokens are decoded. A row that ends earlier is dead for the rest of the block: it reads and
     writes the scratch position. A row's newest token is never in the cache: the next `decode_step` feeds it.
@@ -673,64 +698,72 @@ class Engine:
         self.actor, self.tokenizer, self.args, self.greedy = actor, tokenizer, args, greedy
         self.envs = [env if isinstance(env, EnvThread) else EnvThread(env, args.env_timeout) for env in envs]
         self.seeds, self.sample_ids, N, weight = list(seeds), list(sample_ids), len(seeds), actor.model.norm.weight
-        self.slots = B = min(args.rollout_slots, len(envs), N)
+        self.slots = B = min(episodes_at_once(args, N), len(envs))
         self.K = 8 if weight.is_cuda else 1  # on the CPU a host read costs nothing
         self.S = S = args.max_prompt_tokens + args.max_new_tokens
         self.cache = KVCache(actor.config, B, S, weight.dtype, weight.device)
-        zeros = functools.partial(torch.zeros, device=weight.device)
+        zeros, self.tensor = (functools.partial(make, device=weight.device) for make in (torch.zeros, torch.tensor))
         # By sample; column S is scratch.
         self.tokens, self.mask = zeros(N, S + 1, dtype=torch.int64), zeros(N, S + 1, dtype=torch.bool)
         self.logprobs = zeros(N, S + 1)
         self.rewards, self.lengths, self.success = torch.zeros(N, S), [0] * N, [False] * N
         self.prompts, self.texts, self.stop = [""] * N, [""] * N, [""] * N
         self.keys = sample_keys(args.seed, iteration, self.sample_ids, weight.device)
+        self.new_tokens = [args.max_new_tokens] * N  # how many may follow the prompt
         # By slot, on the device: the sample it holds, the row's length and limit, whether the row decodes.
         self.sample, self.length, self.limit = zeros(3, B, dtype=torch.int64)
         self.alive, self.stop_ids = zeros(B, dtype=torch.bool), torch.tensor(tokenizer.stop_ids, device=weight.device)
-        # By slot, on the host: sample, its token ids, how many of them are in the cache, how many are the prompt.
+        # By row, on the host: sample, its token ids, how many of them are in the cache, how many are the prompt.
         self.holds, self.ids, self.cached, self.prompt_length = ([0] * B for _ in range(4))
-        self.waiting, self.decoding, self.pending = [], [], {}  # slots to prefill, slots to decode, {slot: step()}
+        # A row is free, or its environment is at work ({row: call}), or it waits for its prefill, or it decodes.
+        self.pending, self.waiting, self.decoding = {}, [], []
         self.counts = collections.Counter()
 
-    def admit(self, samples: dict[int, int]) -> None:
-        """Start `samples` {slot: sample}: reset the environments, queue the prompts."""
-        futures = {slot: self.envs[slot].submit("reset", seed=self.seeds[sample]) for slot, sample in samples.items()}
-        for slot, sample in samples.items():
-            prompt, _ = self.envs[slot].result(futures[slot], f"seed {self.seeds[sample]}")
-            ids = prompt_ids(self.tokenizer, prompt, self.args)
-            self.prompts[sample], self.holds[slot] = prompt, sample
-            self.ids[slot], self.cached[slot], self.prompt_length[slot] = ids, 0, len(ids)
-            self.waiting.append(slot)
+    def admit(self, slot: int, sample: int) -> None:
+        """Give a row to a sample, whose environment begins."""
+        self.holds[slot], self.pending[slot] = sample, self.envs[slot].submit("reset", seed=self.seeds[sample])
 
     @torch.no_grad()
     def prefill(self) -> None:
-        """Give the waiting rows their new tokens, and the cache the keys and values of all of these but the newest."""
+        """Write keys and values of the waiting rows' new tokens, all but the newest, to the cache; then they decode."""
         slots, self.waiting = sorted(self.waiting), []
-        self.decoding += slots
-        tensor = functools.partial(torch.tensor, device=self.tokens.device)
-        new = [self.ids[slot][self.cached[slot] :] for slot in slots]
-        width, live = max(map(len, new)), max(len(self.ids[slot]) for slot in slots)
-        tokens, rows = tensor([ids + [0] * (width - len(ids)) for ids in new]), tensor(slots)  # [B, T], [B]
-        positions = tensor([[self.cached[slot]] for slot in slots]) + torch.arange(width, device=rows.device)  # [B, T]
-        sample, length, prompt = tensor([(self.holds[i], len(self.ids[i]), self.prompt_length[i]) for i in slots]).T
-        self.sample[rows], self.length[rows], self.limit[rows] = sample, length, prompt + self.args.max_new_tokens
-        self.alive[rows] = True
-        # Tokens go to cached .. length - 1, their keys to cached .. length - 2; padding goes to scratch.
-        token_positions = torch.where(positions < length[:, None], positions, self.S)
-        cache_positions = torch.where(positions < length[:, None] - 1, positions, self.S)
-        self.tokens[sample[:, None], token_positions] = tokens
         first = {}  # samples of one prompt share a prefill: the first of them runs, the others copy its row
-        shared = [slot if self.cached[slot] else tuple(self.ids[slot]) for slot in slots]  # later turns share nothing
-        leader = [first.setdefault(key, i) for i, key in enumerate(shared)]
-        for part in tensor([*first.values()]).split(max(1, self.args.micro_batch_tokens // width)) if width > 1 else ():
+        key = lambda slot: slot if self.cached[slot] else tuple(self.ids[slot])  # later turns share nothing
+        copies = [(slot, leader) for slot in slots if (leader := first.setdefault(key(slot), slot)) != slot]
+        run, new = [*first.values()], [self.ids[slot][self.cached[slot] : -1] for slot in first.values()]
+        width, live = max(map(len, new)), max(len(self.ids[slot]) for slot in slots)
+        tokens = self.tensor([ids + [0] * (width - len(ids)) for ids in new])  # [R, T]
+        state = [(slot, self.cached[slot], len(self.ids[slot])) for slot in run]
+        rows, start, length = self.tensor(state).T  # [R] each
+        positions = start[:, None] + torch.arange(width, device=rows.device)  # [R, T]
+        positions = torch.where(positions < length[:, None] - 1, positions, self.S)
+        parts = torch.arange(len(rows), device=rows.device).split(max(1, self.args.micro_batch_tokens // max(1, width)))
+        for part in parts if width else ():
             self.cache.look_at(live, rows[part])
-            self.actor(tokens[part, :-1], cache_positions[part, :-1], self.cache, select=rows[:0])  # no logits wanted
-        if len(first) < len(slots):
-            for buffer in self.cache.layers:
-                buffer[:, rows, :, :live] = buffer[:, rows[leader], :, :live]
+            self.actor(tokens[part], positions[part], self.cache, select=rows[:0])  # no logits wanted
         for slot in slots:
             self.cached[slot] = len(self.ids[slot]) - 1
-        self.counts["prefill_tokens"] += sum(len(new[i]) - 1 for i in first.values())
+        self.copy_rows(copies)
+        self.counts["prefill_tokens"] += sum(map(len, new))
+        self.start_decoding(slots)
+
+    def copy_rows(self, copies: list[tuple[int, int]]) -> None:
+        """For each (target, source) copy the keys and values that the target needs, of a prompt."""
+        if copies:
+            (targets, sources), live = self.tensor(copies).T, max(self.cached[target] for target, _ in copies)
+            for buffer in self.cache.layers:
+                buffer[:, targets, :, :live] = buffer[:, sources, :, :live]
+
+    def start_decoding(self, slots: list[int]) -> None:
+        """Put the text of rows, whose cache is filled, and their state on the device."""
+        if not slots:
+            return
+        texts, self.decoding = [self.ids[slot] for slot in slots], self.decoding + slots
+        rows, width = self.tensor(slots), max(map(len, texts))
+        state = [(self.holds[slot], len(self.ids[slot]), len(self.ids[slot]) + self.room(slot)) for slot in slots]
+        self.sample[rows], self.length[rows], self.limit[rows] = self.tensor(state).T
+        self.tokens[self.sample[rows], :width] = self.tensor([text + [0] * (width - len(text)) for text in texts])
+        self.alive[rows] = True
 
     def decode_step(self) -> Tensor:
         """Sample one token in every row that is alive; returns them [B]. Fixed shapes, no host read."""
@@ -768,18 +801,24 @@ class Engine:
 
     def room(self, slot: int) -> int:
         """How many more tokens the row of `slot` may take."""
-        return self.prompt_length[slot] + self.args.max_new_tokens - len(self.ids[slot])
+        return self.prompt_length[slot] + self.new_tokens[self.holds[slot]] - len(self.ids[slot])
 
     def submit_turn(self, slot: int) -> None:
         """Hand a finished turn to its environment, which works beside the decoding of other rows."""
         turn = self.ids[slot][self.cached[slot] + 1 :]
         self.pending[slot] = self.envs[slot].submit("step", self.tokenizer.decode(turn))
 
-    def finish_turn(self, slot: int) -> None:
-        """Book a turn's reward; then queue the environment's text for the next turn, or end the sample."""
-        sample, ids, feedback = self.holds[slot], self.ids[slot], []
+    def take_answer(self, slot: int) -> None:
+        """Take what the environment says: queue a prompt, or book a reward and queue a text, or end the sample."""
+        sample, ids, env, future = self.holds[slot], self.ids[slot], self.envs[slot], self.pending.pop(slot)
+        if future.method == "reset":
+            self.prompts[sample], _ = env.result(future, f"seed {self.seeds[sample]}")
+            self.ids[slot] = prompt_ids(self.tokenizer, self.prompts[sample], self.args)
+            self.prompt_length[slot], self.cached[slot] = len(self.ids[slot]), 0
+            self.waiting.append(slot)
+            return
         where = f"sample {self.sample_ids[sample]} with seed {self.seeds[sample]}, prompt {self.prompts[sample]!r:.80}"
-        text, reward, terminated, truncated, info = self.envs[slot].result(self.pending.pop(slot), where)
+        text, reward, terminated, truncated, info = env.result(future, where)
         self.rewards[sample, len(ids) - 1] = float(reward)
         if ids[-1] not in self.tokenizer.stop_ids:  # cut in mid-turn, whatever the environment makes of it
             stop = "length"
@@ -811,14 +850,16 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
     """
     engine = Engine(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy)
     for start in range(0, len(seeds), engine.slots):
-        engine.admit(dict(enumerate(range(start, min(start + engine.slots, len(seeds))))))
-        while engine.waiting:  # one turn of every row of the wave
-            engine.prefill()
+        for slot, sample in enumerate(range(start, min(start + engine.slots, len(seeds)))):
+            engine.admit(slot, sample)
+        while engine.pending:  # one turn of every row of the wave
+            for slot in sorted(engine.pending):  # in order, so that timing cannot change numbers
+                engine.take_answer(slot)
+            if engine.waiting:
+                engine.prefill()
             while engine.decoding:
                 for slot in engine.decode_block():
                     engine.submit_turn(slot)
-            for slot in sorted(engine.pending):  # in order, so that timing cannot change numbers
-                engine.finish_turn(slot)
     return engine.result()
 
 
@@ -910,13 +951,13 @@ class EnvThread:
     def __del__(self):
         self.jobs.put(None)
 
-    def submit(self, method: str, *args, **kwargs) -> Future:
-        future = Future()
+    def submit(self, method: str, *args, **kwargs) -> concurrent.futures.Future:
+        future = concurrent.futures.Future()
         future.method, future.started = method, time.monotonic()
         self.jobs.put((future, args, kwargs))
         return future
 
-    def result(self, future: Future, where: str) -> tuple:
+    def result(self, future: concurrent.futures.Future, where: str) -> tuple:
         """Wait for a call and check what it returned. Raises UserError that names environment, call and `where`."""
         at = f"environment {self.name}, {where}: {future.method}()"
         try:
@@ -1872,8 +1913,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 
     # --- Load and try all that can be wrong, before anything is written
     with world.agree():
-        envs = make_envs(args, min(args.rollout_slots, -(-samples // world.size)))
-        eval_envs = make_envs(args, min(args.rollout_slots, -(-args.eval_episodes // world.size)), evaluation=True)
+        envs = make_envs(args, episodes_at_once(args, -(-samples // world.size)))
+        eval_envs = make_envs(args, episodes_at_once(args, -(-args.eval_episodes // world.size)), evaluation=True)
         tokenizer, actor, critic, scorer = load_models(args, envs[0], eval_envs[0])
     config = actor.config
     resume = find_resume(args, config, world)

@@ -16,6 +16,8 @@ import pytest
 import safetensors.torch
 import torch
 
+pytestmark = pytest.mark.shared
+
 TINY = {"sft_steps": 0, "num_iterations": 2, "rollout_batch_size": 4, "train_batch_size": 4, "eval_episodes": 2}
 GSM8K_LINE = json.dumps({"question": "1 + 1?", "answer": "It is two.\n#### 2"})
 
@@ -84,26 +86,29 @@ def test_command_line_with_a_run_folder_that_exists(ppo, tmp_path):
     assert not any((tmp_path / "runs" / "mine").iterdir())
 
 
+@pytest.mark.both
 def test_command_line_with_a_reward_that_becomes_nan_during_training(ppo, tmp_path):
-    """Seed 6 belongs to the second iteration of four prompts."""
+    """Seeds 6 and 7 belong to the second iteration of four prompts; the first answer that comes ends the run."""
     kwargs = '{"reward": NaN, "first": 6}'
     flags = ("--env-id", "environments:Constant-v0", "--env-kwargs", kwargs, "--run-name", "mine")
     code, text = run(ppo, tmp_path, *flags)
     assert code == 2
-    for part in ("Constant-v0", "sample 2 with seed 6", "prompt 'ab='", "('', nan, "):
-        assert part in text
+    assert "environment Constant-v0, sample " in text and "('', nan, " in text
+    assert "2 with seed 6, prompt 'ab='" in text or "3 with seed 7, prompt 'fed='" in text
     summary = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())
     assert summary["status"] == "failed" and summary["iterations"] == 1
     assert len((tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()) == 1
     assert (tmp_path / "runs" / "mine" / "checkpoints" / "iter_000001").is_dir()
 
 
+@pytest.mark.both
 def test_command_line_with_an_environment_that_hangs(ppo, tmp_path):
     started = time.monotonic()
     code, text = run(ppo, tmp_path, "--env-id", "environments:Hangs-v0", "--env-timeout", "1")
     assert code == 2 and "Hangs-v0" in text and "--env-timeout 1" in text and time.monotonic() - started < 40
 
 
+@pytest.mark.both
 def test_ctrl_c_ends_a_run_cleanly(ppo, tmp_path):
     flags = ("--run-name=mine", "--num-iterations=100000")
     process = subprocess.Popen(
@@ -227,10 +232,12 @@ def test_environment_whose_reset_is_wrong(ppo, tmp_path, monkeypatch, attribute,
     refuse(ppo, tmp_path, part, env_id="Plain-v0")
 
 
+@pytest.mark.both
 def test_prompt_that_is_too_long(ppo, tmp_path):
     refuse(ppo, tmp_path, "--max-prompt-tokens 2", "'ab='", "3 tokens", env_id="Plain-v0", max_prompt_tokens=2)
 
 
+@pytest.mark.both
 @pytest.mark.parametrize(("env", "part"), [
     ("RewardInf", "('', inf, "), ("RewardNone", "('', None, "), ("RewardString", "('', '1.0', "),
     ("Raises", "RuntimeError: the judge is out of order"), ("FourValues", "step() returned ('', 1.0, True, {})"),
@@ -243,6 +250,7 @@ def test_environment_that_fails_during_training(ppo, tmp_path, env, part):
     assert json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.both
 def test_error_of_an_environment_with_several_lines_is_told_in_one(ppo, tmp_path, monkeypatch):
     def turn(self, response):
         raise ValueError("first line\nsecond line")

@@ -31,7 +31,8 @@ import torch.distributed.checkpoint as dcp
 from test_bad_input import checkpoint as hf_folder
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # that is how one process loads
+# One process loads without torch.distributed.
+pytestmark = [pytest.mark.shared, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 SMALL = dict(
     num_iterations=4,
@@ -251,6 +252,7 @@ def places(ppo):
     }
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_breaks_off_anywhere_and_is_resumed_is_the_same_run(ppo, tmp_path, capsys, case):
     rng, flags, counts = random.Random(case), CASES[case], {}
@@ -778,6 +780,7 @@ def check_stopped(run, iteration):
 SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
+@pytest.mark.both
 @pytest.mark.parametrize(("turn", "signum"), [*zip([1, 4, 5, 30, 68, 70], SIGNALS * 3, strict=True)])
 def test_a_signal_during_a_rollout_ends_the_run_at_once(ppo, tmp_path, monkeypatch, finished, turn, signum):
     """Also one of an evaluation. The environment does not come back: nobody waits for it."""
@@ -806,6 +809,7 @@ def test_a_signal_during_an_update_ends_the_run_after_the_iteration(ppo, tmp_pat
     assert differences(record(finished(ppo, tmp_path / "whole")), record(tmp_path / "run")) == []
 
 
+@pytest.mark.both
 @pytest.mark.slow
 def test_command_line_that_gets_a_signal_during_a_rollout(ppo, tmp_path):
     """The environment hangs in the third rollout; its seeds go on at 16, those of evaluations are 0 and 1."""
@@ -827,6 +831,7 @@ def test_command_line_that_gets_a_signal_during_a_rollout(ppo, tmp_path):
         assert differences(record(tmp_path / "whole" / "run"), record(tmp_path / str(signum) / "run")) == []
 
 
+@pytest.mark.both
 def test_an_error_of_the_environment_leaves_a_checkpoint(ppo, tmp_path, finished, capsys):
     flags = dict(save_every=50, kl_coef=0.1)
     stop(ppo, tmp_path, "rollout", 5, ppo.UserError("the judge is out of order"), **flags)  # 2 rollouts are evaluations
@@ -1010,6 +1015,7 @@ def stop_after(ppo, folder, rows, delay, **flags):
     kill(process)
 
 
+@pytest.mark.both
 @pytest.mark.slow
 def test_kill_9_at_random_times_and_resume_are_the_same_run(ppo, tmp_path):
     flags = dict(num_iterations=12, kl_coef=0.1, kl_target=1e-3, kl_horizon=100, critic_warmup_iterations=2)
@@ -1037,6 +1043,7 @@ def two_ranks(tmp_path_factory):
     return get
 
 
+@pytest.mark.both
 @pytest.mark.slow
 def test_two_ranks_killed_and_resumed_are_the_same_run(ppo, tmp_path, two_ranks):
     whole, flags = two_ranks(ppo)

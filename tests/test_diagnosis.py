@@ -7,6 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
+pytestmark = pytest.mark.shared
+
 SMALL = dict(
     rollout_batch_size=16,
     train_batch_size=8,

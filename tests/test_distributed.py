@@ -265,6 +265,7 @@ def test_two_ranks_give_the_numbers_of_one_process(one, two, name, tmp_path):
     same_run(two.folder / name, one[0], tmp_path)
 
 
+@pytest.mark.shared
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["four", "mesh", "parallel_four"])
 def test_four_ranks_give_the_numbers_of_one_process(one, four, name, tmp_path):
@@ -467,6 +468,7 @@ def test_bfloat16_stays_out_of_weights_moments_reduction_and_values(two, name):
 # --- Failures
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("message", BAD_COMMANDS)
 def test_a_message_is_printed_once_and_all_ranks_exit(two, message):
     number = list(BAD_COMMANDS).index(message)
@@ -478,6 +480,7 @@ def test_a_message_is_printed_once_and_all_ranks_exit(two, message):
 LATE = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(2)\n"
 
 
+@pytest.mark.shared
 def test_message_of_a_first_rank_that_is_late_is_printed(ppo, tmp_path):
     """torchrun ends all ranks at the first that fails."""
     (tmp_path / "sitecustomize.py").write_text(LATE)
@@ -512,6 +515,7 @@ def test_torchrun_of_the_script_itself(ppo, alone, tmp_path):
         assert texts[0] == texts[1] and len(texts[0]) == 128
 
 
+@pytest.mark.shared
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("when", ["rollout", "updates"])
@@ -535,6 +539,7 @@ def test_a_killed_rank_ends_the_job(ppo, tmp_path, victim, when):
     assert not [pid for pid in family if alive(pid)]
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_restarted_processes_meet_each_other_and_none_of_those_before(ppo, monkeypatch, late):
     """torchrun gives them the same store again; whoever comes last, all of a round get a part of it that is empty."""

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytestmark = pytest.mark.shared
+
 NAN = math.nan
 
 

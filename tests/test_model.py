@@ -9,6 +9,8 @@ import safetensors.torch
 import tokenizers
 import torch
 
+pytestmark = pytest.mark.shared
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<s>", "<unk>"]
 CHATML = """{% for message in messages %}
 {{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}

@@ -107,6 +107,7 @@ def test_optimizer_steps_of_a_run_are_those_of_the_plan(ppo, run, seed):
     assert sum(len(batch.texts) for batch in run.batches[2:-2]) == plan.episodes_total  # two evaluations around
 
 
+@pytest.mark.shared
 def test_plan_equals_a_count_of_the_loops_for_random_settings(ppo):
     rng = random.Random(0)
     for _ in range(300):
@@ -515,6 +516,7 @@ def test_compile_is_of_the_trained_blocks_and_not_of_the_copy_that_samples(run, 
     assert_same_metrics(plain, compiled, 1e-5)
 
 
+@pytest.mark.shared
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_blocks_train_alike(run):

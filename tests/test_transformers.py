@@ -7,6 +7,8 @@ import pytest
 import tokenizers
 import torch
 
+pytestmark = pytest.mark.shared
+
 transformers = pytest.importorskip("transformers")
 
 SENTENCES = [
