@@ -27,7 +27,7 @@ import ppo_llm
 import ppo_llm_continuous_batching
 
 SIDES = {"waves": ppo_llm, "continuous": ppo_llm_continuous_batching}
-CPU = dict(device="cpu", dtype=torch.float32, pairs=5, prompt=16, mean=32, longest=128, runs=[(32, 8)])
+CPU = dict(device="cpu", dtype=torch.float32, pairs=5, prompt=32, mean=64, longest=256, runs=[(32, 8)])
 CPU |= dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, vocab_size=4096)
 CPU |= dict(num_attention_heads=8, num_key_value_heads=2)
 CUDA = CPU | dict(device="cuda", dtype=torch.bfloat16, pairs=3, prompt=128, mean=256, longest=2048)
@@ -126,11 +126,11 @@ class Bench:
         return {"seconds": end - start, "batch": batch, "trace": trace, **batch.stats}
 
     def run_peer(self, attention: str, lengths: list[int], slots: int) -> dict:
-        """Seconds and tokens of transformers' continuous batching, with as many requests at a time and room for all."""
+        """Seconds and tokens of transformers' continuous batching, as many requests at a time, log-probs as here."""
         blocks = slots * -(-(len(self.prompts[0]) + self.longest) // 32)
         config = transformers.generation.ContinuousBatchingConfig(
             block_size=32, num_blocks=blocks, max_batch_tokens=max(512, 2 * slots), max_requests_per_batch=slots,
-            allow_block_sharing=False)  # fmt: skip
+            allow_block_sharing=False, return_logprobs=True)  # fmt: skip
         generation = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
         self.peer.set_attn_implementation(attention)
         ids = [self.tokenizer.encode_prompt(prompt) for prompt in self.prompts[: len(lengths)]]
@@ -180,8 +180,9 @@ def main():
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
     print(
         f"{', '.join(f'{key} {settings[key]}' for key in keys)}; {settings['dtype']}, prompts of {settings['prompt']} "
-        f"tokens, responses of at most {settings['longest']}; {where}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}, {settings['pairs']} pairs\n"
+        f"tokens, responses of at most {settings['longest']}; {where}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, Python {platform.python_version()}; {settings['pairs']} pairs of runs, 3 where "
+        "lengths are neither log-normal nor N = B\n"
     )
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     for slots, waves in settings["runs"]:
@@ -197,7 +198,7 @@ def main():
         for name, times in [*cases, ("constant", 1)]:
             lengths = forced_lengths(name, slots * times, settings["mean"], settings["longest"])
             runs, best = {side: [] for side in (*SIDES, "peer")}, None
-            for _ in range(settings["pairs"]):
+            for _ in range(settings["pairs"] if name == "log-normal" or times == 1 else min(3, settings["pairs"])):
                 for side in SIDES:
                     runs[side].append(bench.run(side, lengths, slots))
                 if best is None:
