@@ -286,6 +286,7 @@ def test_the_run_that_is_compared_moves_everything(one, tmp_path):
 # --- One update
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("part", ["model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "score."])
 @pytest.mark.parametrize("name", ["unequal_1", "unequal_70", "unequal_all", "dealt", "recomputed"])
 def test_gradients_are_those_of_one_process(alone, two, name, part):
@@ -319,6 +320,7 @@ def test_responses_of_the_ranks_are_as_unequal_as_meant(ppo):
         assert {int(lengths[row]) for group in groups for row in group} == {length}
 
 
+@pytest.mark.shared
 def test_ranks_without_rows_do_not_hang_and_do_not_count(alone, two):
     for name, flags in (("few_rows", FEW_ROWS), ("huge_row", HUGE_ROW)):
         expected, seen = alone(name, "updates", flags), two[name]
@@ -329,11 +331,13 @@ def test_ranks_without_rows_do_not_hang_and_do_not_count(alone, two):
             compare_updates(rank["steps"], expected["steps"], tolerance=1e-4 if name == "few_rows" else 1e-5)
 
 
+@pytest.mark.shared
 def test_a_blank_microbatch_gives_gradients_of_exactly_zero(alone, two):
     for seen in [alone("blank", "blank", {}), *two["blank"]]:
         assert len(seen) > 30 and all(seen.values()), [name for name, zero in seen.items() if not zero]
 
 
+@pytest.mark.shared
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(two):
     for name, head in (("nan_actor", "lm"), ("nan_critic", "scalar")):
         for seen in two[name]:
@@ -349,6 +353,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(two):
 # --- How rows are dealt out
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("ranks", range(2, 9))
 @pytest.mark.parametrize("rows", [256, 512])
 @pytest.mark.parametrize("budget", [1, 4096, 16384])
@@ -370,6 +375,7 @@ def test_ranks_get_equally_many_tokens_and_microbatches(ppo, ranks, rows, budget
         assert len(group) <= 1 or len(group) * int(lengths[group].max()) <= budget
 
 
+@pytest.mark.shared
 def test_a_team_deals_rows_by_its_own_numbers(ppo):
     """The critic's ranks are the last ones: they do not begin with 0."""
     lengths, dealt = torch.tensor([5, 9, 2, 7]), []
@@ -419,6 +425,7 @@ def test_all_ranks_sample_each_its_own_part(one, two, name):
 # --- Placement
 
 
+@pytest.mark.shared
 def test_critic_and_actor_update_at_the_same_time(two):
     steps = [[time for _, time in seen["steps"]][-24:] for seen in two["parallel"]]  # without the warm start
     for i in (0, 8, 16):
@@ -434,11 +441,13 @@ def test_critic_and_actor_update_at_the_same_time(two):
     assert spent[0, 2] < 0.2 * spent[0, 3] and spent[1, 3] < 0.2 * spent[1, 2]
 
 
+@pytest.mark.shared
 def test_ranks_shard_the_models_they_update_and_no_others(two):
     assert [seen["heads"] for seen in two["run"]] == [["lm", "scalar", "lm"]] * 2  # actor, critic, reference
     assert [seen["heads"] for seen in two["parallel"]] == [["lm", "lm"], ["scalar"]]
 
 
+@pytest.mark.shared
 def test_ranks_keep_no_whole_model_beside_the_sampler(two):
     assert [seen["models"] for seen in two["run"]] == [[("lm", True), ("scalar", True)]] * 2
     assert [seen["models"] for seen in two["parallel"]] == [[("lm", True)], [("scalar", True)]]
@@ -447,6 +456,7 @@ def test_ranks_keep_no_whole_model_beside_the_sampler(two):
 # --- Early stop, half precision
 
 
+@pytest.mark.shared
 def test_target_kl_stops_all_ranks_where_it_stops_one_process(target, two):
     target, step = target
     row = read(two.folder / "target", "metrics")[0]
@@ -457,6 +467,7 @@ def test_target_kl_stops_all_ranks_where_it_stops_one_process(target, two):
     assert seen[0][-1][1] == seen[1][-1][1] and all(total < target for _, total in seen[0][:-1])
 
 
+@pytest.mark.shared
 @pytest.mark.parametrize("name", ["half", "half_parallel"])
 def test_bfloat16_stays_out_of_weights_moments_reduction_and_values(two, name):
     seen = set().union(*(rank["dtypes"] for rank in two[name]))

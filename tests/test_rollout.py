@@ -28,9 +28,9 @@ def make_model(ppo, vocab_size, **changes):
     return ppo.Transformer(ppo.ModelConfig.from_hf(raw))
 
 
-def random_model(ppo, tokenizer, **changes):
+def random_model(ppo, tokenizer):
     """Random weights, sharp enough for the log-probs of the tokens to differ."""
-    model = make_model(ppo, tokenizer.vocab_size, **changes)
+    model = make_model(ppo, tokenizer.vocab_size)
     for p in model.parameters():
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.25)

@@ -530,6 +530,7 @@ def test_never_ending_environment_and_one_sample_are_fine(run, monkeypatch):
     assert rows[0]["objective/response_tokens"] == 1
 
 
+@pytest.mark.shared
 @pytest.mark.slow
 def test_the_default_task_is_learned(ppo, tmp_path):
     summary = ppo.train(ppo.Args(log_dir=str(tmp_path), run_name="learn", num_iterations=60, eval_episodes=512))
