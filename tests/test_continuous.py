@@ -102,9 +102,8 @@ def test_runs_are_those_of_the_waves(tmp_path):
     """Everything that is logged, but for the clock and the rollout's own numbers."""
     logs, clock = [], ("time/", "perf/", "charts/SPS", "rollout/", "debug/")
     for ppo in (ppo_llm, continuous):
-        args = ppo.Args(log_dir=str(tmp_path), run_name=ppo.__name__, num_iterations=3, rollout_batch_size=32, sft_steps=5,
-                        n_samples_per_prompt=2, train_batch_size=32, eval_episodes=32, eval_every=1, rollout_slots=8)
-        ppo.train(args)
+        sizes = dict(rollout_batch_size=32, n_samples_per_prompt=2, train_batch_size=32, eval_episodes=32, sft_steps=5)
+        ppo.train(ppo.Args(log_dir=str(tmp_path), run_name=ppo.__name__, num_iterations=3, rollout_slots=8, **sizes))
         lines = [json.loads(line) for line in (tmp_path / ppo.__name__ / "metrics.jsonl").read_text().splitlines()]
         logs.append([{name: x for name, x in line.items() if not name.startswith(clock)} for line in lines])
     assert logs[0] == logs[1] and len(logs[0]) == 3 and lines[0]["rollout/gain_over_static"] > 1
