@@ -121,6 +121,15 @@ def test_steps_are_those_of_list_scheduling(tokenizer, force, case, slots, K):
     assert stats[continuous]["rollout/gain_over_static"] == stats[continuous]["rollout/ideal_gain"] == static / ideal
 
 
+@pytest.mark.parametrize("slots", [1, 2, 4, 8])
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_list_scheduling_without_spare_rows(tokenizer, force, case, slots):
+    force(continuous, CASES[case])
+    actor = scripted_model(continuous, tokenizer, {}, default="a")
+    batch = run(continuous, actor, tokenizer, make_envs("Plain", slots), 17, rollout_slots=64)
+    assert batch.stats["rollout/decode_steps"] == simulate.continuous_steps(CASES[case], slots)
+
+
 def test_gain_over_static_counts_the_steps_that_waves_take_for_several_turns(tokenizer, force):
     actor = random_model(continuous, tokenizer)
     for env, K in (("TwoTurns", 1), ("Endless", 1), ("Endless", 4)):

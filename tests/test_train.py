@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
+pytestmark = pytest.mark.shared  # but for what a rollout has a part in
+
 SMALL = dict(
     num_iterations=2,
     rollout_batch_size=8,
@@ -88,6 +90,7 @@ def assert_same_metrics(rows, others, tolerance):
         assert row == pytest.approx(other, abs=tolerance)
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("seed", range(4))
 def test_optimizer_steps_of_a_run_are_those_of_the_plan(ppo, run, seed):
     rng = random.Random(seed)
@@ -107,7 +110,6 @@ def test_optimizer_steps_of_a_run_are_those_of_the_plan(ppo, run, seed):
     assert sum(len(batch.texts) for batch in run.batches[2:-2]) == plan.episodes_total  # two evaluations around
 
 
-@pytest.mark.shared
 def test_plan_equals_a_count_of_the_loops_for_random_settings(ppo):
     rng = random.Random(0)
     for _ in range(300):
@@ -140,6 +142,7 @@ def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo):
     assert len({tuple(order) for order in orders}) == 4
 
 
+@pytest.mark.both
 def test_samples_of_one_prompt_share_it_and_prompts_run_on(run):
     run(n_samples_per_prompt=2, rollout_batch_size=4, env_id="SortDigits-v0")
     first, second = (batch.prompts for batch in run.batches[2:4])
@@ -164,6 +167,7 @@ def test_critic_updates_before_the_actor(run):
     assert run.steps == ["scalar"] * 4 + ["lm"] * 4
 
 
+@pytest.mark.both
 def test_two_runs_with_one_seed_write_the_same_files(run):
     flags = dict(sft_steps=3, sft_batch_size=16, kl_coef=0.1, n_samples_per_prompt=2)
     (_, a, folder_a), (_, b, folder_b) = run(**flags), run(**flags)
@@ -173,6 +177,7 @@ def test_two_runs_with_one_seed_write_the_same_files(run):
     assert without_clock(a) != without_clock(c)
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("flags", [dict(micro_batch_tokens=40), dict(rollout_slots=3), dict(max_prompt_tokens=40)])
 def test_microbatches_slots_and_padding_do_not_change_a_run(run, flags):
     _, a, _ = run()
@@ -183,6 +188,7 @@ def test_microbatches_slots_and_padding_do_not_change_a_run(run, flags):
     assert a[0]["grad/actor_norm"] == pytest.approx(b[0]["grad/actor_norm"], rel=1e-4)
 
 
+@pytest.mark.both
 def test_first_ratio_is_one_with_recorded_and_recomputed_old_logprobs(run):
     for recompute in (True, False):
         _, rows, _ = run(recompute_old_logprobs=recompute)
@@ -191,6 +197,7 @@ def test_first_ratio_is_one_with_recorded_and_recomputed_old_logprobs(run):
         assert all(row["ratio/last_dev"] > 1e-3 for row in rows)
 
 
+@pytest.mark.both
 def test_temperature_is_the_same_in_sampling_and_training(run):
     _, rows, _ = run(temperature=0.6, recompute_old_logprobs=False, sft_steps=5, sft_batch_size=16)
     assert all(row["ratio/first_dev"] < 1e-4 for row in rows)
@@ -380,6 +387,7 @@ def test_evaluation_prompts_are_held_out(run):
     assert not any(held_out(prompt) for batch in training for prompt in batch.prompts)
 
 
+@pytest.mark.both
 def test_an_interrupted_run_leaves_its_actor(ppo, run, monkeypatch, tmp_path):
     original = ppo.evaluate
     monkeypatch.setattr(ppo, "evaluate", lambda *args: interrupt() if args[-1] == 1 else original(*args))
@@ -434,6 +442,7 @@ def test_learning_rates_fall_linearly_to_their_end(run):
         assert row["charts/critic_lr"] == pytest.approx(2e-3 * fraction)
 
 
+@pytest.mark.both
 def test_run_folder_holds_what_it_should(ppo, run):
     summary, _, folder = run(log_completions=3)
     assert {path.name for path in folder.iterdir()} >= {
@@ -465,6 +474,7 @@ def test_evaluations_on_the_way_are_of_the_policy_that_samples_the_rollout(ppo, 
     assert summary["eval_after"] == {name: rows[2][f"eval/{name}"] for name in summary["eval_after"]}
 
 
+@pytest.mark.both
 def test_readme_names_every_metric(run):
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     _, rows, _ = run(eval_every=1, kl_coef=0.1, kl_in="loss")
@@ -472,6 +482,7 @@ def test_readme_names_every_metric(run):
     assert not missing
 
 
+@pytest.mark.both
 def test_bfloat16_trains_float32_weights_and_samples_from_a_cast_copy(ppo, run):
     _, rows, _ = run(dtype="bfloat16", num_iterations=3)
     assert {p.dtype for model in run.models.values() for p in model.parameters()} == {torch.float32}
@@ -479,6 +490,7 @@ def test_bfloat16_trains_float32_weights_and_samples_from_a_cast_copy(ppo, run):
     assert all(0 < row["debug/sampler_trainer_logprob_diff"] < 0.05 for row in rows)  # stale weights would show here
 
 
+@pytest.mark.both
 def test_a_float32_actor_samples_itself(run):
     run()
     assert all(sampler is run.models["lm"] for sampler in run.samplers)
@@ -516,7 +528,6 @@ def test_compile_is_of_the_trained_blocks_and_not_of_the_copy_that_samples(run, 
     assert_same_metrics(plain, compiled, 1e-5)
 
 
-@pytest.mark.shared
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_blocks_train_alike(run):
@@ -525,12 +536,12 @@ def test_compiled_blocks_train_alike(run):
     assert_same_metrics(plain, compiled, 1e-4)
 
 
+@pytest.mark.both
 def test_never_ending_environment_and_one_sample_are_fine(run, monkeypatch):
     _, rows, _ = run(rollout_batch_size=1, n_samples_per_prompt=1, train_batch_size=1, max_new_tokens=1)
     assert rows[0]["objective/response_tokens"] == 1
 
 
-@pytest.mark.shared
 @pytest.mark.slow
 def test_the_default_task_is_learned(ppo, tmp_path):
     summary = ppo.train(ppo.Args(log_dir=str(tmp_path), run_name="learn", num_iterations=60, eval_episodes=512))
