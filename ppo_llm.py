@@ -36,6 +36,7 @@ import datetime
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -120,7 +121,7 @@ class Args:
     log_dir: str = "runs"  # where run folders are made
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes; auto: bfloat16 on cuda
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile of each block in the updates; auto: on cuda
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on cuda, and on a CPU in long runs
     critic_ranks: int = 0  # the last so many ranks update the critic while the others update the actor; 0: all do both
     fsdp_shard_size: int | None = None  # ranks that a model is sharded over, copies beyond these; None: all its ranks
     activation_checkpointing: bool = False  # keep no activations of a block, compute them again in the backward pass
@@ -424,15 +425,44 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+# x @ weight.T + bias for a weight that oneDNN has laid out for its kernels. An operator of its own, since compiled code
+# takes oneDNN's for weights that never change alone.
+operators = torch.library.Library(__name__, "FRAGMENT")
+operators.define("packed_linear(Tensor x, Tensor weight, Tensor? bias, int features) -> Tensor")
+operators.impl("packed_linear", lambda x, weight, bias, features: torch.ops.mkldnn._linear_pointwise.default(
+    x, weight, bias, "none", [], ""), "CompositeExplicitAutograd")  # fmt: skip
+torch.library.register_fake(f"{__name__}::packed_linear", lambda x, weight, bias, features: x.new_empty(
+    *x.shape[:-1], features))  # fmt: skip
+packed_linear = getattr(torch.ops, __name__).packed_linear.default
+
+
+class Linear(nn.Linear):
+    """nn.Linear that a rollout on the CPU packs: else each product with a few rows would lay out the weight again."""
+
+    packed = None
+
+    def pack(self, rows: int) -> None:
+        """Lay out the weight, as it is now, for products with `rows` rows; 0 takes that back."""
+        able = self.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        if self.weight.dtype == torch.bfloat16:
+            able = able and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), rows) if able and rows else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().forward(x)
+        return packed_linear(x, self.packed, self.bias, self.out_features)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.layer, self.D, hidden = layer, config.head_dim, config.hidden_size
         self.H, self.Hkv = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(hidden, self.H * self.D, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(self.H * self.D, hidden, bias=config.o_bias)
+        self.q_proj = Linear(hidden, self.H * self.D, bias=config.qkv_bias)
+        self.k_proj = Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
+        self.v_proj = Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
+        self.o_proj = Linear(self.H * self.D, hidden, bias=config.o_bias)
         norm = functools.partial(nn.RMSNorm, self.D, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(), norm()
 
@@ -457,9 +487,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -489,7 +519,7 @@ class Transformer(nn.Module):
             "norm": nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
         })
         if head == "lm":
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         else:
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
         self.register_buffer("rope", rope_frequencies(config), persistent=False)
@@ -606,7 +636,7 @@ def free_memory(device: torch.device) -> float:
 
 
 class KVCache:
-    """Keys and values of `rows` rows, [L][2, rows, Hkv, size + 1, D]; padding is written to position `size`."""
+    """Keys and values of `rows` rows, [L][2][rows, Hkv, size + 1, D]; padding is written to position `size`."""
 
     def __init__(self, config: ModelConfig, rows: int, size: int, dtype=torch.float32, device="cpu"):
         L, Hkv, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
@@ -616,7 +646,8 @@ class KVCache:
                 f"--rollout-slots: a KV cache of 2 x {L} layers x {rows} rows x {Hkv} heads x {size + 1} tokens x {D} "
                 f"x {dtype.itemsize} bytes takes {rows * row / 1e9:,.1f} GB; {free / 1e9:,.1f} GB are free, enough for "
                 f"{free // row} rows, or lower --max-prompt-tokens and --max-new-tokens")
-        self.layers = [torch.zeros(2, rows, Hkv, size + 1, D, dtype=dtype, device=device) for _ in range(L)]
+        buffer = functools.partial(torch.zeros, rows, Hkv, size + 1, D, dtype=dtype, device=device)
+        self.layers = [(buffer(), buffer()) for _ in range(L)]  # as one tensor compiled code would copy it each step
         self.size, self.all_rows = size, torch.arange(rows, device=device)
         self.look_at(size + 1)
 
@@ -630,14 +661,15 @@ class KVCache:
         To add to scores, 0 or -infinity: of booleans attention would make this in every layer.
         """
         beyond = torch.arange(self.live, device=positions.device) > positions[..., None]
-        return self.layers[0].new_zeros(beyond.shape).masked_fill_(beyond, -math.inf)
+        return self.layers[0][0].new_zeros(beyond.shape).masked_fill_(beyond, -math.inf)
 
-    def update(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        """Write k, v [B, T, Hkv, D] at `positions` [B, T]; returns all live keys and values [2, B, Hkv, live, D]."""
-        buffer, rows = self.layers[layer], self.all_rows if self.rows is None else self.rows
-        buffer[0, rows[:, None], :, positions], buffer[1, rows[:, None], :, positions] = k, v
-        live = buffer[:, :, :, : self.live]
-        return live[:, : len(rows)] if self.rows is None else live[:, rows]
+    def update(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Write k, v [B, T, Hkv, D] at `positions` [B, T]; returns all live keys and values, [B, Hkv, live, D] each."""
+        buffers, rows = self.layers[layer], self.all_rows if self.rows is None else self.rows
+        taken = slice(len(rows)) if self.rows is None else rows
+        for buffer, new in zip(buffers, (k, v), strict=True):
+            buffer[rows[:, None], :, positions] = new
+        return tuple(buffer[taken, :, : self.live] for buffer in buffers)
 
 
 def hash32(x: Tensor) -> Tensor:
@@ -718,6 +750,13 @@ class Engine:
         # A row is free, or its environment is at work ({row: call}), or it waits for its prefill, or it decodes.
         self.pending, self.waiting, self.decoding = {}, [], []
         self.counts = collections.Counter()
+        self.compiled = args.compile == "on"
+        self.pack(B)
+
+    def pack(self, rows: int) -> None:
+        for module in self.actor.modules():
+            if isinstance(module, Linear) and self.compiled:
+                module.pack(rows)
 
     def admit(self, slot: int, sample: int) -> None:
         """Give a row to a sample, whose environment begins."""
@@ -751,8 +790,8 @@ class Engine:
         """For each (target, source) copy the keys and values that the target needs, of a prompt."""
         if copies:
             (targets, sources), live = self.tensor(copies).T, max(self.cached[target] for target, _ in copies)
-            for buffer in self.cache.layers:
-                buffer[:, targets, :, :live] = buffer[:, sources, :, :live]
+            for buffer in itertools.chain(*self.cache.layers):
+                buffer[targets, :, :live] = buffer[sources, :, :live]
 
     def start_decoding(self, slots: list[int]) -> None:
         """Put the text of rows, whose cache is filled, and their state on the device."""
@@ -786,7 +825,8 @@ class Engine:
         """Decode K tokens, then read them in one go; returns the slots whose turn has ended."""
         live = max(len(self.ids[slot]) for slot in self.decoding) + self.K
         self.cache.look_at(-(-live // 16) * 16)
-        block = torch.stack([self.decode_step() for _ in range(self.K)], dim=1).tolist()  # [B, K]
+        step = compiled_step if self.compiled else Engine.decode_step
+        block = torch.stack([step(self) for _ in range(self.K)], dim=1).tolist()  # [B, K]
         ended, self.counts["row_steps"] = [], self.counts["row_steps"] + self.K * self.slots
         for slot in self.decoding:
             for token in block[slot]:
@@ -836,11 +876,15 @@ class Engine:
         self.success[sample] = bool(info.get("success", float(self.rewards[sample].sum()) > 0))
 
     def result(self) -> Rollout:
+        self.pack(0)  # the weights may change
         T, counts = max(self.lengths), self.counts
         stats = {f"rollout/{name}": counts[name] for name in ("decode_steps", "prefill_tokens")}
         stats["rollout/slot_occupancy"] = counts["useful_row_steps"] / counts["row_steps"]
         tensors = (x[:, :T].cpu() for x in (self.tokens, self.mask, self.logprobs, self.rewards))
         return Rollout(*tensors, torch.tensor(self.lengths), self.stop, self.texts, stats, self.prompts, self.success)
+
+
+compiled_step = torch.compile(Engine.decode_step, dynamic=True)  # at its first call; one for all rollouts
 
 
 def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
@@ -1333,8 +1377,6 @@ def connect(args: Args, stack: contextlib.ExitStack) -> tuple[torch.device, torc
     use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     dtype = torch.bfloat16 if args.dtype == "bfloat16" or (args.dtype == "auto" and use_cuda) else torch.float32
-    if args.compile == "auto":
-        args.compile = "on" if use_cuda else "off"
     if use_cuda:
         torch.cuda.set_device(device)
     if "RANK" in os.environ or use_cuda or dtype != torch.float32:
@@ -1870,6 +1912,43 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: EnvThread, args:
     say(f"warm start: {args.sft_steps} steps of {args.sft_batch_size} demonstrations, loss {loss['loss']:.3f} a token")
 
 
+def forward_flops(config: ModelConfig, lengths: Tensor, outputs: int) -> float:
+    """Multiplications and additions of a forward over rows of `lengths` [N] tokens, with logits for `outputs` of them.
+
+    Two for each weight and token, and 2 H D n^2 for the causal attention of a layer to a row of n tokens: half of what
+    PaLM counts (https://arxiv.org/abs/2204.02311, appendix B), since half of the scores are never needed.
+    """
+    n, heads = lengths.double(), config.num_attention_heads + config.num_key_value_heads
+    weights = config.hidden_size * (2 * config.head_dim * heads + 3 * config.intermediate_size)  # of a layer
+    layer = 2 * weights * n + 2 * config.num_attention_heads * config.head_dim * n.square()
+    return float(config.num_hidden_layers * layer.sum()) + 2 * outputs * config.hidden_size * config.vocab_size
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of large matrix products here, the best of five: what model FLOPs utilization is a part of."""
+    n, times = 8192 if device.type == "cuda" else 512, []
+    x = torch.rand(n, n, device=device).to(dtype)
+    for _ in range(5):
+        start = time.perf_counter()
+        x @ x
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / min(times)
+
+
+def resolve_compile(args: Args, config: ModelConfig, plan: Plan, device: torch.device, ranks: int) -> None:
+    """Replace --compile auto. On a CPU compiling takes a minute or two, which half an hour of arithmetic repays."""
+    rows = torch.full((plan.samples_per_iteration,), args.max_prompt_tokens + args.max_new_tokens)  # at most
+    passes = 4 + 3 * (args.ppo_epochs + args.critic_epochs)
+    flops = args.num_iterations * passes * forward_flops(config, rows, len(rows) * args.max_new_tokens)
+    repays = device.type == "cuda" or (flops / ranks / 5e10 > 1800 and shutil.which(os.environ.get("CXX", "g++")))
+    if args.compile == "auto":
+        args.compile = "on" if repays else "off"
+        if repays and device.type == "cpu":
+            say("--compile auto: on, for a run this long; the first iteration takes a minute or two more")
+
+
 def evaluate(sample, envs: list, args: Args, iteration: int) -> dict[str, float]:
     """Means over the evaluation episodes, sampled at temperature 1 (the policy PPO trains), and greedy accuracy."""
     args, episodes = dataclasses.replace(args, temperature=1.0), range(args.eval_episodes)
@@ -1907,7 +1986,7 @@ def train(args: Args) -> dict:
 
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     device, dtype, world, actors, critics = connect(args, stack)
-    plan = plan_steps(args, world.size)
+    plan, peak_rate = plan_steps(args, world.size), matrix_rate(device, dtype)
     samples = plan.samples_per_iteration
     torch.manual_seed(args.seed)
 
@@ -1917,6 +1996,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         eval_envs = make_envs(args, episodes_at_once(args, -(-args.eval_episodes // world.size)), evaluation=True)
         tokenizer, actor, critic, scorer = load_models(args, envs[0], eval_envs[0])
     config = actor.config
+    resolve_compile(args, config, plan, device, world.size)
     resume = find_resume(args, config, world)
     if resume.finished:
         say(f"{resume.folder}: finished; from its last checkpoint, if any, a larger --num-iterations would go on")
@@ -2113,6 +2193,11 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         now.iteration, now.last_cause = iteration + 1, diagnosis.cause
         now.learners = {"actor": of_actor["counters"], "critic": of_critic["counters"]}
 
+        # --- Arithmetic of real tokens: a backward pass counts twice its forward, what is computed again not at all
+        body, whole = (forward_flops(config, lengths, outputs) for outputs in (0, trained_tokens))
+        update_flops = 3 * (args.critic_epochs * body + len(steps) / plan.minibatches * whole)
+        flops = update_flops + body + whole * (1 + args.recompute_old_logprobs + (args.kl_coef > 0))
+
         # --- Log. Every mean is weighted by tokens over all minibatches and ranks
         means, critic_means = of_actor["means"], of_critic["means"]
         seconds, phases = clock[-1] - clock[0], ("rollout", "score", "critic", "actor", "diagnose")
@@ -2137,6 +2222,9 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             **{f"time/{phase}": end - start for phase, start, end in zip(phases, clock, clock[1:], strict=False)},
             "time/ranks": [[t - clock[0] for t in other["clock"]] for other in reports],
             "perf/response_tokens_per_second": trained_tokens / seconds,
+            "perf/rollout_tokens_per_second": trained_tokens / (clock[1] - clock[0]),
+            "perf/mfu": flops / seconds / world.size / peak_rate,
+            "perf/update_mfu": update_flops / (clock[4] - clock[2]) / world.size / peak_rate,
             "perf/peak_memory_bytes": max(other["peak_memory"] for other in reports),
             **{f"eval/{name}": value for name, value in evaluation.items()},
         }

@@ -3,12 +3,14 @@
 import functools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import environments
 import gymnasium as gym
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ALPHABET = "abcdefwxy="
 RUNS = [(1, 1), (3, 3), (7, 7), (64, 4), (4, 64)]  # (rollout_slots, environments)
@@ -28,9 +30,9 @@ def make_model(ppo, vocab_size, **changes):
     return ppo.Transformer(ppo.ModelConfig.from_hf(raw))
 
 
-def random_model(ppo, tokenizer):
+def random_model(ppo, tokenizer, qkv_bias=False):
     """Random weights, sharp enough for the log-probs of the tokens to differ."""
-    model = make_model(ppo, tokenizer.vocab_size)
+    model = make_model(ppo, tokenizer.vocab_size, attention_bias=qkv_bias)
     for p in model.parameters():
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.25)
@@ -221,6 +223,80 @@ def test_tokens_decoded_between_two_host_reads_do_not_change_samples(ppo, tokeni
     eight = run(ppo, actor, tokenizer, env, samples=14, rollout_slots=5)
     assert rows(eight) == rows(one) and eight.stats["rollout/decode_steps"] % 8 == 0
     torch.testing.assert_close(eight.logprobs, one.logprobs, atol=1e-5, rtol=0)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU: reads of values, and shapes that depend on them."""
+
+    waits = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "unique", "repeat_interleave")
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        indices = args[1] if op.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_) else ()
+        by_mask = any(x is not None and x.dtype == torch.bool for x in indices)
+        self.count += by_mask or op.overloadpacket._qualified_op_name.split("::")[1] in self.waits
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("K", [1, 8])
+def test_decoding_waits_for_the_device_once_a_block(ppo, tokenizer, monkeypatch, K):
+    reads, blocks, block, tolist = HostReads(), [], ppo.Engine.decode_block, torch.Tensor.tolist
+
+    def counted_tolist(x):
+        reads.count += 1
+        return tolist(x)
+
+    def counted_block(engine):
+        engine.K, before = K, reads.count
+        with reads, monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", counted_tolist)
+            ended = block(engine)
+        blocks.append(reads.count - before)
+        return ended
+
+    monkeypatch.setattr(ppo.Engine, "decode_block", counted_block)
+    batch = run(ppo, random_model(ppo, tokenizer), tokenizer, "Endless", 12, max_new_tokens=24, rollout_slots=5)
+    assert set(blocks) == {1} and len(blocks) == batch.stats["rollout/decode_steps"] / K
+    with reads:
+        batch.tokens[batch.mask], batch.mask.any().item()
+    assert reads.count == len(blocks) + 2, "reads are not seen"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_weights_are_those_of_the_moment_and_change_nothing(ppo, tokenizer, monkeypatch, dtype):
+    """What --compile on adds to a rollout beside torch.compile."""
+    monkeypatch.setattr(ppo, "compiled_step", ppo.Engine.decode_step)
+    calls, packed_linear = [], ppo.packed_linear
+    monkeypatch.setattr(ppo, "packed_linear", lambda *args: calls.append(args) or packed_linear(*args))
+    actor = random_model(ppo, tokenizer, qkv_bias=True).to(dtype)
+    for _ in range(2):
+        plain, packed = (run(ppo, actor, tokenizer, "TwoTurns", 8, rollout_slots=4, compile=c) for c in ("off", "on"))
+        if dtype == torch.float32:
+            assert rows(plain) == rows(packed)
+        same = (plain.tokens == packed.tokens).cumprod(1).bool() & plain.mask  # until two tokens are nearly tied
+        assert same.sum() > 0.5 * plain.mask.sum()
+        close = functools.partial(torch.testing.assert_close, atol=1e-5 if dtype == torch.float32 else 0.3, rtol=0)
+        close(plain.logprobs[same], packed.logprobs[same])
+        assert len(calls) >= 15 * packed.stats["rollout/decode_steps"]  # 2 layers of 7 and the head
+        assert all(module.packed is None for module in actor.modules() if isinstance(module, ppo.Linear))
+        calls.clear()
+        with torch.no_grad():
+            for p in actor.parameters():
+                p.add_(torch.randn_like(p), alpha=0.1)
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled_decoding_gives_the_same_samples(ppo, tokenizer):
+    actor, graphs = random_model(ppo, tokenizer), torch._dynamo.utils.counters["stats"]
+    for env, samples, slots in (("TwoTurns", 9, 4), ("Lengths", 12, 5), ("Endless", 12, 5)):
+        changes = dict(rollout_slots=slots, max_new_tokens=20)
+        plain, compiled = (run(ppo, actor, tokenizer, env, samples, compile=c, **changes) for c in ("off", "on"))
+        assert rows(plain) == rows(compiled)
+        torch.testing.assert_close(plain.logprobs, compiled.logprobs, atol=1e-5, rtol=0)
+        before, graphs["last"] = graphs.pop("last", 0), graphs["unique_graphs"]
+    assert graphs.pop("last") == before > 0, "a graph serves all rollouts"
 
 
 def test_samples_of_a_prompt_share_its_prefill(ppo, tokenizer):

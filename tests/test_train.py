@@ -11,9 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.attention
+import torch.utils.flop_counter
+from test_rollout import make_model
 
 pytestmark = pytest.mark.shared  # but for what a rollout has a part in
 
+PHASES = ("rollout", "score", "critic", "actor", "diagnose")
 SMALL = dict(
     num_iterations=2,
     rollout_batch_size=8,
@@ -482,6 +486,51 @@ def test_readme_names_every_metric(run):
     assert not missing
 
 
+def test_model_flops_are_those_that_torch_counts(ppo):
+    changes = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True)
+    model = make_model(ppo, 40, **changes)
+    for n in (1, 7):
+        kernel = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)  # others are not counted
+        with kernel, torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            model(torch.zeros(3, n, dtype=torch.int64), select=torch.arange(2))
+        never_needed = 2 * 2 * 4 * 12 * 3 * n * n  # torch counts all scores: 2 H D n^2 more in both layers, three rows
+        ours = ppo.forward_flops(model.config, torch.full((3,), n), outputs=2)
+        assert counter.get_total_flops() == ours + never_needed
+
+
+def test_utilization_is_that_of_real_tokens(ppo, run, monkeypatch):
+    monkeypatch.setattr(ppo, "matrix_rate", lambda *args: 1e6)
+    _, rows, _ = run(ppo_epochs=3, critic_epochs=2, kl_coef=0.1, critic_warmup_iterations=1)
+    config, batches = run.models["lm"].config, run.batches[2:4]  # after two of the evaluation
+    for row, batch, epochs in zip(rows, batches, (0, 3), strict=True):
+        body, whole = (ppo.forward_flops(config, batch.lengths, n) for n in (0, int(batch.mask.sum())))
+        update, seconds = 3 * (2 * body + epochs * whole), {name: row[f"time/{name}"] for name in PHASES}
+        assert row["perf/update_mfu"] * 1e6 * (seconds["critic"] + seconds["actor"]) == pytest.approx(update)
+        assert row["perf/mfu"] * 1e6 * sum(seconds.values()) == pytest.approx(update + body + 3 * whole)
+        rate = row["perf/rollout_tokens_per_second"]
+        assert rate * seconds["rollout"] == pytest.approx(int(batch.mask.sum()))
+
+
+def test_matrix_rate_is_a_rate(ppo):
+    assert 1e8 < ppo.matrix_rate(torch.device("cpu"), torch.float32) < 1e14
+
+
+@pytest.mark.parametrize(("iterations", "ranks", "compiler", "expected"),
+                         [(200, 1, True, "off"), (20_000, 1, True, "on"), (20_000, 64, True, "off"),
+                          (20_000, 1, False, "off")])  # fmt: skip
+def test_compile_auto_is_for_long_runs_on_a_cpu(ppo, monkeypatch, capsys, iterations, ranks, compiler, expected):
+    monkeypatch.setattr(shutil, "which", lambda name: name if compiler else None)
+    args = ppo.Args(num_iterations=iterations)
+    plan = ppo.validate(args)
+    config = make_model(ppo, 16, hidden_size=64, intermediate_size=128).config
+    ppo.resolve_compile(args, config, plan, torch.device("cpu"), ranks)
+    assert args.compile == expected and ("--compile auto: on" in capsys.readouterr().out) == (expected == "on")
+    for mode in ("on", "off"):
+        args = ppo.Args(num_iterations=iterations, compile=mode)
+        ppo.resolve_compile(args, config, ppo.validate(args), torch.device("cpu"), ranks)
+        assert args.compile == mode
+
+
 @pytest.mark.both
 def test_bfloat16_trains_float32_weights_and_samples_from_a_cast_copy(ppo, run):
     _, rows, _ = run(dtype="bfloat16", num_iterations=3)
@@ -510,13 +559,14 @@ def test_activation_checkpointing_recomputes_each_block_and_changes_no_metric(pp
     assert_same_metrics(plain, checkpointed, 1e-5)
 
 
-def test_compile_is_of_the_trained_blocks_and_not_of_the_copy_that_samples(run, monkeypatch):
+def test_compile_is_of_the_trained_blocks_and_not_of_the_copy_that_samples(ppo, run, monkeypatch):
     calls, flags = [], dict(kl_coef=0.1, sft_steps=2, sft_batch_size=16)
 
     def compile(module, **kwargs):
         module._compiled_call_impl = lambda *args: calls.append(module) or module._call_impl(*args)
 
     _, plain, _ = run(**flags)
+    monkeypatch.setattr(ppo, "compiled_step", ppo.Engine.decode_step)
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
     _, compiled, _ = run(**flags, compile="on")
     blocks = [block for model in run.models.values() for block in model.model.layers]
@@ -530,8 +580,9 @@ def test_compile_is_of_the_trained_blocks_and_not_of_the_copy_that_samples(run, 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
-def test_compiled_blocks_train_alike(run):
+def test_compiled_blocks_train_alike(ppo, run, monkeypatch):
     _, plain, _ = run()
+    monkeypatch.setattr(ppo, "compiled_step", ppo.Engine.decode_step)  # another test's
     _, compiled, _ = run(compile="on")
     assert_same_metrics(plain, compiled, 1e-4)
 

@@ -1,0 +1,103 @@
+"""What the benchmarks share: the same random Qwen2 on both sides, prompts, forced lengths, and how numbers are said."""
+
+import functools
+import platform
+import re
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import gymnasium as gym
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import ppo_llm
+
+SMALL = dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+             num_key_value_heads=2, vocab_size=4096)  # fmt: skip
+QWEN_05B = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+                num_key_value_heads=2, vocab_size=151936)  # fmt: skip
+TINY = SMALL | dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=512)
+
+
+def hardware(*packages) -> str:
+    """Device, threads and versions, also of these packages."""
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
+    where = f"{cpu[1] if cpu else platform.machine()}, {torch.get_num_threads()} thread(s)"
+    if torch.cuda.is_available():
+        where = torch.cuda.get_device_name()
+    versions = [f"{package.__name__} {package.__version__}" for package in (torch, *packages)]
+    return f"{where}; {', '.join(versions)}, Python {platform.python_version()}"
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
+
+
+def table(columns, rows=()) -> None:
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
+    for row in rows:
+        line(row)
+
+
+def line(cells) -> None:
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def character_tokenizer(vocab_size: int) -> ppo_llm.HFTokenizer:
+    """A character a token, but for pad, eos and unk; beyond 20,000 characters ids go unused."""
+    return ppo_llm.HFTokenizer.from_texts(["".join(chr(0x4E00 + i) for i in range(min(vocab_size - 3, 20_000)))])
+
+
+def random_prompts(tokenizer: ppo_llm.HFTokenizer, samples: int, length: int) -> list[str]:
+    torch.manual_seed(0)
+    symbols = len(tokenizer.tokenizer.get_vocab()) - 3
+    return ["".join(chr(0x4E00 + i) for i in row) for row in torch.randint(symbols, (samples, length)).tolist()]
+
+
+def write_checkpoint(folder: str, tokenizer: ppo_llm.HFTokenizer, context: int, shape: dict) -> None:
+    """A random Qwen2, whose logits are spread wide enough for greedy tokens to vary."""
+    torch.manual_seed(0)
+    raw = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, **shape,
+               max_position_embeddings=context, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
+               rms_norm_eps=1e-6)  # fmt: skip
+    config = ppo_llm.ModelConfig.from_hf(raw)
+    actor = ppo_llm.Transformer(config)
+    for p in actor.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.05)
+    ppo_llm.save_hf_checkpoint(actor, config, tokenizer, folder)
+
+
+@functools.cache
+def temporary_folder():
+    return tempfile.TemporaryDirectory()  # as long as the process
+
+
+def forced_lengths(name: str, samples: int, mean: int, longest: int) -> list[int]:
+    """Response lengths of the given mean, at most `longest`, from a fixed seed."""
+    torch.manual_seed(0)
+    u = torch.rand(samples)
+    lengths = {
+        "constant": torch.full((samples,), float(mean)),
+        "uniform": 1 + u * (2 * mean - 1),
+        "exponential": -mean * u.log(),
+        "log-normal": mean * (torch.randn(samples) - 0.5).exp(),  # sigma 1
+        "90 / 10": torch.where(u < 0.9, mean / 3, 7.0 * mean),
+    }[name]
+    return lengths.round().clamp(1, longest).int().tolist()
+
+
+class Prompts(gym.Env):
+    """Prompt `seed` of a list; every response ends its episode."""
+
+    def __init__(self, prompts):
+        self.prompts = prompts
+
+    def reset(self, *, seed=None, options=None):
+        return self.prompts[seed % len(self.prompts)], {}
+
+    def step(self, response):
+        return "", 0.0, True, False, {}
