@@ -1253,13 +1253,15 @@ def at_sampled(model: Transformer, tokens, mask, temperature=1.0) -> tuple[Tenso
 
 
 def microbatches(indices: Tensor, lengths: Tensor, token_budget: int) -> list[Tensor]:
-    """Cut `indices` into groups of like length whose padded size, rows x longest, stays within `token_budget`."""
-    order, groups = indices[lengths[indices].argsort(descending=True, stable=True)], []
-    while len(order):
-        rows = max(1, token_budget // int(lengths[order[0]]))
-        groups.append(order[:rows])
-        order = order[rows:]
-    return groups
+    """Cut `indices` into groups of like length: rows x longest within `token_budget`, padding in a sixteenth of it."""
+    order = indices[lengths[indices].argsort(descending=True, stable=True)]
+    sizes, cuts, first, padding = lengths[order].tolist(), [], 0, 0
+    for i, n in enumerate(sizes):
+        padding += sizes[first] - n
+        if i > first and ((i + 1 - first) * sizes[first] > token_budget or padding > token_budget // 16):
+            cuts.append(i)
+            first, padding = i, 0
+    return list(order.tensor_split(cuts)) if sizes else []
 
 
 def crop(rows: Tensor, lengths: Tensor, *tensors: Tensor) -> list[Tensor]:

@@ -18,6 +18,8 @@ SMALL = dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_a
              num_key_value_heads=2, vocab_size=4096)  # fmt: skip
 QWEN_05B = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
                 num_key_value_heads=2, vocab_size=151936)  # fmt: skip
+QWEN_15B = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+                num_key_value_heads=2, vocab_size=151936)  # fmt: skip
 TINY = SMALL | dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=512)
 
 
@@ -25,7 +27,8 @@ def hardware(*packages) -> str:
     """Device, threads and versions, also of these packages."""
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
-    where = f"{cpu[1] if cpu else platform.machine()}, {torch.get_num_threads()} thread(s)"
+    threads = torch.get_num_threads()
+    where = f"{cpu[1] if cpu else platform.machine()}, {threads} thread{'s' * (threads > 1)}"
     if torch.cuda.is_available():
         where = torch.cuda.get_device_name()
     versions = [f"{package.__name__} {package.__version__}" for package in (torch, *packages)]

@@ -32,12 +32,20 @@ class Sides:
         self.ids = torch.tensor([self.tokenizer.encode_prompt(text) for text in self.prompts])
         self.tokenizer.stop_ids = [shape["vocab_size"]]  # never sampled
 
-    def ours(self, compiled: str) -> torch.Tensor:
+    def ours(self, compiled: bool, packed: bool) -> torch.Tensor:
+        """--compile on is both; each alone shows what it gives."""
         sizes = dict(max_prompt_tokens=self.ids.shape[1], max_new_tokens=self.new, rollout_slots=self.rows)
-        args = ppo_llm.Args(compile=compiled, **sizes)
+        args, rows = ppo_llm.Args(compile="on" if compiled or packed else "off", **sizes), range(self.rows)
         envs = [ppo_llm.EnvThread(common.Prompts(self.prompts), 60) for _ in self.prompts]
-        rows = range(self.rows)
-        return ppo_llm.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0, greedy=True).tokens
+        kept = ppo_llm.compiled_step, ppo_llm.Linear.pack
+        if not compiled:
+            ppo_llm.compiled_step = ppo_llm.Engine.decode_step
+        if not packed:
+            ppo_llm.Linear.pack = lambda module, rows: None
+        try:
+            return ppo_llm.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0, greedy=True).tokens
+        finally:
+            ppo_llm.compiled_step, ppo_llm.Linear.pack = kept
 
     def generate(self, cache: str | None) -> torch.Tensor:
         return self.peer.generate(
@@ -55,7 +63,8 @@ def main():
     common.table(["dtype", "side", "same greedy tokens", "tokens/s", "of the better `generate`"])
     for dtype in (torch.float32, torch.bfloat16):
         sides = Sides(dtype, **settings)
-        runs = {"ours": lambda: sides.ours("off"), "ours, compiled": lambda: sides.ours("on")}
+        runs = {"ours": lambda: sides.ours(False, False), "weights packed": lambda: sides.ours(False, True),
+                "compiled": lambda: sides.ours(True, False), "both (--compile on)": lambda: sides.ours(True, True)}
         runs |= {f"generate, {name}": lambda cache=cache: sides.generate(cache) for name, cache in PEERS.items()}
         # Rows agree until two tokens are nearly tied; then they go different ways.
         tokens = {name: run()[:, settings["prompt"] :] for name, run in runs.items()}
@@ -66,7 +75,7 @@ def main():
                 start = time.perf_counter()
                 run()
                 seconds[name].append(time.perf_counter() - start)
-        best = min(list(runs)[2:], key=lambda name: statistics.median(seconds[name]))
+        best = min(list(runs)[-len(PEERS) :], key=lambda name: statistics.median(seconds[name]))
         for name, mine in seconds.items():
             ratio = common.spread([theirs / ours for theirs, ours in zip(seconds[best], mine, strict=True)])
             speed = settings["rows"] * settings["new"] / statistics.median(mine)

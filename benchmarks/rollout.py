@@ -9,87 +9,42 @@ decode in turn. Steps are counted, and predicted by `simulate.py`; tokens per se
 """
 
 import logging
-import platform
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-import gymnasium as gym
+import common
+import simulate
 import torch
 import transformers
+from common import ppo_llm, spread
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import simulate
-
-import ppo_llm
 import ppo_llm_continuous_batching
 
 SIDES = {"waves": ppo_llm, "continuous": ppo_llm_continuous_batching}
-CPU = dict(device="cpu", dtype=torch.float32, pairs=5, prompt=32, mean=64, longest=256, runs=[(32, 8)])
-CPU |= dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, vocab_size=4096)
-CPU |= dict(num_attention_heads=8, num_key_value_heads=2)
-CUDA = CPU | dict(device="cuda", dtype=torch.bfloat16, pairs=3, prompt=128, mean=256, longest=2048)
-CUDA |= dict(runs=[(64, 8), (256, 4)], hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
-CUDA |= dict(vocab_size=151936, num_attention_heads=14, num_key_value_heads=2)
-SMOKE = CPU | dict(pairs=1, prompt=4, mean=4, longest=16, runs=[(4, 2)], hidden_size=64, num_hidden_layers=1)
+CPU = dict(device="cpu", dtype=torch.float32, pairs=5, prompt=32, mean=64, longest=256, runs=[(32, 8)],
+           shape=common.SMALL)  # fmt: skip
+CUDA = dict(device="cuda", dtype=torch.bfloat16, pairs=3, prompt=128, mean=256, longest=2048, runs=[(64, 8), (256, 4)],
+            shape=common.QWEN_05B)  # fmt: skip
+SMOKE = CPU | dict(pairs=1, prompt=4, mean=4, longest=16, runs=[(4, 2)], shape=common.TINY)
 PAGED = ("paged|eager", "paged|sdpa")
 COLUMNS = ("lengths", "samples / slots", "tokens/s: waves", "continuous", "transformers", "steps: waves", "continuous",
            "occupancy: waves", "continuous", "gain", "ideal gain", "gain / ideal", "continuous / transformers")
 
 
-def forced_lengths(name: str, samples: int, mean: int, longest: int) -> list[int]:
-    """Response lengths of the given mean, at most `longest`, from a fixed seed."""
-    torch.manual_seed(0)
-    u = torch.rand(samples)
-    lengths = {
-        "constant": torch.full((samples,), float(mean)),
-        "uniform": 1 + u * (2 * mean - 1),
-        "exponential": -mean * u.log(),
-        "log-normal": mean * (torch.randn(samples) - 0.5).exp(),  # sigma 1
-        "90 / 10": torch.where(u < 0.9, mean / 3, 7.0 * mean),
-    }[name]
-    return lengths.round().clamp(1, longest).int().tolist()
-
-
-class Prompts(gym.Env):
-    """Prompt `seed` of a list; every response ends its episode."""
-
-    def __init__(self, prompts):
-        self.prompts = prompts
-
-    def reset(self, *, seed=None, options=None):
-        return self.prompts[seed], {}
-
-    def step(self, response):
-        return "", 0.0, True, False, {}
-
-
 class Bench:
     """One model and its prompts; `run` times a rollout of forced lengths, on any side."""
 
-    def __init__(self, device, dtype, prompt, mean, longest, pairs, runs, **shape):
-        self.device, self.dtype, self.longest = device, dtype, longest
-        V, samples = shape["vocab_size"], max(slots * waves for slots, waves in runs)
-        symbols = [chr(0x4E00 + i) for i in range(min(V - 3, 20_000))]
-        self.tokenizer = ppo_llm.HFTokenizer.from_texts(["".join(symbols)])
-        self.tokenizer.stop_ids = [V]  # never sampled
-        torch.manual_seed(0)
-        ids = torch.randint(len(symbols), (samples, prompt)).tolist()
-        self.prompts = ["".join(symbols[i] for i in row) for row in ids]
-        raw = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, **shape,
-                   max_position_embeddings=prompt + longest, eos_token_id=None, rms_norm_eps=1e-6)  # fmt: skip
+    def __init__(self, device, dtype, prompt, mean, longest, pairs, runs, shape):
+        self.device, self.longest, folder = device, longest, common.temporary_folder().name
+        self.tokenizer = common.character_tokenizer(shape["vocab_size"])
+        common.write_checkpoint(folder, self.tokenizer, prompt + longest, shape)
+        self.tokenizer.stop_ids = [shape["vocab_size"]]  # never sampled
+        self.prompts = common.random_prompts(self.tokenizer, max(slots * waves for slots, waves in runs), prompt)
         self.args = ppo_llm_continuous_batching.Args(max_prompt_tokens=prompt, max_new_tokens=longest)
-        config = ppo_llm.ModelConfig.from_hf(raw)
-        actor = ppo_llm.Transformer(config)
-        for p in actor.parameters():
-            if p.ndim == 2:
-                torch.nn.init.normal_(p, std=0.05)
-        with tempfile.TemporaryDirectory() as folder:
-            ppo_llm.save_hf_checkpoint(actor, config, self.tokenizer, folder)
-            self.actors = {name: module.load_hf_checkpoint(folder, dtype, device)[0] for name, module in SIDES.items()}
-            self.peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+        self.actors = {name: module.load_hf_checkpoint(folder, dtype, device)[0] for name, module in SIDES.items()}
+        self.peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
 
     def synchronize(self):
         if self.device == "cuda":
@@ -114,7 +69,7 @@ class Bench:
         try:
             ppo.Engine = Engine
             count = ppo.episodes_at_once(self.args, len(lengths))
-            envs = [ppo.EnvThread(Prompts(self.prompts), 60) for _ in range(count)]
+            envs = [ppo.EnvThread(common.Prompts(self.prompts), 60) for _ in range(count)]
             seeds = range(len(lengths))
             batch = ppo.rollout(self.actors[name], self.tokenizer, envs, seeds, seeds, self.args, 0, greedy=True)
         finally:
@@ -152,10 +107,6 @@ class Bench:
         return {"seconds": seconds, "tokens": [results[i] for i in range(len(lengths))]}
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
-
-
 def plot(runs: dict, slots: int, path: Path) -> None:
     import matplotlib.pyplot as plt
 
@@ -176,17 +127,12 @@ def main():
         torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     bench = Bench(**settings)
-    where = torch.cuda.get_device_name() if mode == "cuda" else f"CPU, {torch.get_num_threads()} thread"
-    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    print(
-        f"{', '.join(f'{key} {settings[key]}' for key in keys)}; {settings['dtype']}, prompts of {settings['prompt']} "
-        f"tokens, responses of at most {settings['longest']}; {where}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, Python {platform.python_version()}; {settings['pairs']} pairs of runs, 3 where "
-        "lengths are neither log-normal nor N = B\n"
-    )
-    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
+    print(f"{', '.join(f'{key} {value}' for key, value in settings['shape'].items())}; {settings['dtype']}, prompts of "
+          f"{settings['prompt']} tokens, responses of at most {settings['longest']}; {common.hardware(transformers)}; "
+          f"{settings['pairs']} pairs of runs, 3 where lengths are neither log-normal nor N = B\n")  # fmt: skip
+    common.table(COLUMNS)
     for slots, waves in settings["runs"]:
-        warm = forced_lengths("uniform", slots, 4, 8)
+        warm = common.forced_lengths("uniform", slots, 4, 8)
         tokens = {name: bench.run(name, warm, slots)["batch"].tokens for name in SIDES}
         assert torch.equal(*tokens.values())
         plain = [tokens["waves"][i, settings["prompt"] :][:n].tolist() for i, n in enumerate(warm)]
@@ -196,7 +142,7 @@ def main():
             print(f"{attention}: {agree} of {slots} responses the same", file=sys.stderr, flush=True)
         cases = [(name, waves) for name in ("log-normal", "exponential", "uniform", "90 / 10", "constant")]
         for name, times in [*cases, ("constant", 1)]:
-            lengths = forced_lengths(name, slots * times, settings["mean"], settings["longest"])
+            lengths = common.forced_lengths(name, slots * times, settings["mean"], settings["longest"])
             runs, best = {side: [] for side in (*SIDES, "peer")}, None
             for _ in range(settings["pairs"] if name == "log-normal" or times == 1 else min(3, settings["pairs"])):
                 for side in SIDES:
@@ -220,9 +166,10 @@ def main():
                      f"{speed['peer']:,.0f} ({best})", f"{steps['waves']:,}", f"{steps['continuous']:,}",
                      *(f"{run['rollout/slot_occupancy']:.0%}" for run in last.values()), spread(gain), f"{ideal:.2f}",
                      f"{statistics.median(gain) / ideal:.2f}", spread(ratio("peer", "continuous"))]  # fmt: skip
-            print("| " + " | ".join(cells) + " |", flush=True)
+            common.line(cells)
             if name == "log-normal" and mode == "cpu":
                 plot(last, slots, Path(__file__).parent / "occupancy.png")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""What a GPU can do, and how much of that is used: decoding, a ladder of techniques, a whole iteration.
+
+    python benchmarks/gpu.py                          # CUDA, bfloat16, all parts: roofline ladder workload iteration
+    python benchmarks/gpu.py ladder iteration         # some of them
+    python benchmarks/gpu.py smoke                    # tiny shapes on the CPU: does it run
+
+First the copy bandwidth and the rate of large matrix products on this device. A decode step can take no less than
+reading the weights and all live keys and values at that bandwidth, or its arithmetic at that rate. Random weights.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import common
+import torch
+import transformers
+from common import ppo_llm
+
+import ppo_llm_continuous_batching as continuous
+
+SMOKE = "smoke" in sys.argv
+DEVICE = torch.device("cpu" if SMOKE else "cuda")
+DTYPE = torch.float32 if SMOKE else torch.bfloat16
+SHAPES = {"tiny": common.TINY} if SMOKE else {"0.5B": common.QWEN_05B, "1.5B": common.QWEN_15B}
+ROWS, PROMPT, NEW = ((1, 4), 4, 16) if SMOKE else ((1, 64, 256), 128, 256)
+
+
+def synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(run) -> float:
+    synchronize()
+    start = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of copying a GiB."""
+    a = torch.ones(2**20 if SMOKE else 2**28, device=DEVICE)
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / min(seconds(lambda: b.copy_(a)) for _ in range(5))
+
+
+class Bench:
+    """A random Qwen2 here and, if asked for, in transformers; prompts of the given lengths."""
+
+    def __init__(self, shape: dict, peer: bool = False):
+        raw = dict(model_type="qwen2", tie_word_embeddings=True, max_position_embeddings=4096, **shape)
+        self.config, self.tokenizer = ppo_llm.ModelConfig.from_hf(raw), common.character_tokenizer(shape["vocab_size"])
+        self.tokenizer.stop_ids = [shape["vocab_size"]]  # never sampled
+        self.actor = ppo_llm.unsharded(self.config, DEVICE, DTYPE)
+        torch.manual_seed(0)
+        for name, p in self.actor.named_parameters():
+            torch.nn.init.normal_(p, std=0.02) if p.ndim == 2 else torch.nn.init.constant_(p, float("norm" in name))
+        if peer:
+            with torch.device(DEVICE):
+                self.peer = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**raw)).to(DTYPE).eval()
+            self.peer.load_state_dict(self.actor.state_dict())
+
+    def ours(self, ppo, slots: int, prompts: list[int], lengths: list[int], compiled: str) -> dict:
+        """Seconds of a rollout and of its decoding, after one that warms up, and its decode steps."""
+        text, result = common.random_prompts(self.tokenizer, 1, max(prompts))[0], {}
+        sizes = dict(max_prompt_tokens=max(prompts), max_new_tokens=max(lengths), rollout_slots=slots)
+        args = ppo.Args(compile=compiled, **sizes)
+
+        class Engine(ppo.Engine):
+            def __init__(self, *rest):
+                super().__init__(*rest)
+                self.new_tokens, result["decoding"] = list(lengths), 0.0
+
+            def decode_block(self):
+                start = time.perf_counter()
+                ended = super().decode_block()  # reads its tokens, so it has ended
+                result["decoding"] += time.perf_counter() - start
+                return ended
+
+        def run():
+            envs = [ppo.EnvThread(common.Prompts([text[:n] for n in prompts]), 60) for _ in range(envs_at_once)]
+            rows = range(len(lengths))
+            result["batch"] = ppo.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0)
+
+        original, envs_at_once = ppo.Engine, ppo.episodes_at_once(args, len(lengths))
+        ppo.Engine = Engine
+        try:
+            run()
+            result["seconds"] = seconds(run)
+        finally:
+            ppo.Engine = original
+        return result | {"steps": result["batch"].stats["rollout/decode_steps"]}
+
+    def generate(self, rows: int, cache: str | None) -> float:
+        ids = torch.randint(3, self.config.vocab_size, (rows, PROMPT), device=DEVICE)
+        run = lambda: self.peer.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW,
+            eos_token_id=None, pad_token_id=0, cache_implementation=cache)  # fmt: skip
+        run()
+        return seconds(run)
+
+
+def roofline(bandwidth: float, rate: float) -> None:
+    common.table(["model", "rows", "compile", "ms a step", "at least, ms", "of the roofline", "tokens/s"])
+    for name, shape in SHAPES.items():
+        bench = Bench(shape)
+        weights = sum(p.nbytes for p in bench.actor.parameters())
+        heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
+        per_token = 2 * heads * bench.config.head_dim * DTYPE.itemsize
+        for rows in ROWS:
+            step = ppo_llm.forward_flops(bench.config, torch.ones(rows), rows)
+            least = max((weights + rows * per_token * (PROMPT + NEW / 2)) / bandwidth, step / rate)
+            for compiled in ("off", "on"):
+                run = bench.ours(ppo_llm, rows, [PROMPT] * rows, [NEW] * rows, compiled)
+                each = run["decoding"] / run["steps"]
+                common.line([name, rows, compiled, f"{1e3 * each:.2f}", f"{1e3 * least:.2f}", f"{least / each:.0%}",
+                             f"{rows / each:,.0f}"])  # fmt: skip
+
+
+def ladder() -> None:
+    name, shape = next(iter(SHAPES.items()))
+    bench, rows = Bench(shape, peer=True), ROWS[1]
+    print(f"\n{name}, {rows} rows, {PROMPT} + {NEW} tokens; the last two: {4 * rows} samples of log-normal lengths\n")
+    common.table(["", "tokens/s", "of the first"])
+    first, equal, mean = None, [NEW] * rows, NEW // 4
+    unequal = common.forced_lengths("log-normal", 4 * rows, mean, NEW)
+    for label, tokens, run in [
+        ("generate, dynamic cache", rows * NEW, lambda: bench.generate(rows, None)),
+        ("generate, static cache, compiled", rows * NEW, lambda: bench.generate(rows, "static")),
+        *((f"ours, compile {c}", rows * NEW, lambda c=c: bench.ours(
+            ppo_llm, rows, [PROMPT] * rows, equal, c)["seconds"]) for c in ("off", "on")),
+        ("ours, waves", sum(unequal), lambda: bench.ours(
+            ppo_llm, rows, [PROMPT] * len(unequal), unequal, "on")["seconds"]),
+        ("ours, continuous", sum(unequal), lambda: bench.ours(
+            continuous, rows, [PROMPT] * len(unequal), unequal, "on")["seconds"]),
+    ]:  # fmt: skip
+        speed = tokens / run()
+        first = first or speed
+        common.line([label, f"{speed:,.0f}", f"{speed / first:.2f}"])
+
+
+def workload() -> None:
+    """256 requests of 100 to 1024 tokens in and out, as in https://github.com/GeeeekExplorer/nano-vllm."""
+    name, shape = next(iter(SHAPES.items()))
+    requests, low, high = (4, 2, 8) if SMOKE else (256, 100, 1024)
+    torch.manual_seed(0)
+    prompts, lengths = (torch.randint(low, high + 1, (requests,)).tolist() for _ in range(2))
+    run = Bench(shape).ours(continuous, requests, prompts, lengths, "on")
+    print(f"\n{name}, {requests} requests of {low} to {high} tokens in and out: {sum(lengths) / run['seconds']:,.0f} "
+          f"tokens/s, {run['seconds']:.1f} s")  # fmt: skip
+
+
+def iteration() -> None:
+    """One PPO iteration, the second of two."""
+    name, shape = next(iter(SHAPES.items()))
+    samples, mean = (8, 8) if SMOKE else (1024, 256)
+    lengths, tokenizer = common.forced_lengths("log-normal", samples, mean, 8 * mean), common.character_tokenizer(
+        shape["vocab_size"])  # fmt: skip
+
+    original = continuous.Engine
+
+    class Engine(original):
+        def __init__(self, actor, tokenizer, *rest):
+            tokenizer.stop_ids = [actor.config.vocab_size]
+            super().__init__(actor, tokenizer, *rest)
+            self.new_tokens = lengths[: len(self.new_tokens)]
+
+    common.gym.register("Prompts-v0", entry_point=common.Prompts)
+    prompts = json.dumps({"prompts": common.random_prompts(tokenizer, samples // 4, PROMPT)})
+    continuous.Engine = Engine
+    with tempfile.TemporaryDirectory() as folder:
+        common.write_checkpoint(f"{folder}/model", tokenizer, PROMPT + 8 * mean, shape)
+        continuous.train(continuous.Args(
+            model=f"{folder}/model", env_id="Prompts-v0", env_kwargs=prompts, log_dir=folder, run_name="run",
+            save_every=0, num_iterations=2, rollout_batch_size=samples // 4, n_samples_per_prompt=4,
+            rollout_slots=256, train_batch_size=samples // 4, ppo_epochs=1, micro_batch_tokens=32768,
+            max_prompt_tokens=PROMPT, max_new_tokens=8 * mean, eval_episodes=1, device=DEVICE.type,
+            compile="off" if SMOKE else "on"))  # fmt: skip
+        row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
+    continuous.Engine = original
+    made = sum(lengths) / samples
+    print(f"\none iteration, {name}, {samples} samples, prompts of {PROMPT}, responses of mean {made:.0f}\n")
+    keys = [key for key in row if key.startswith(("time/", "perf/")) and key != "time/ranks"]
+    common.table(["", ""], [(key, f"{row[key]:,.3f}") for key in keys])
+
+
+def main():
+    parts = {"roofline": roofline, "ladder": ladder, "workload": workload, "iteration": iteration}
+    transformers.logging.set_verbosity_error()
+    bandwidth, rate = copy_bandwidth(), ppo_llm.matrix_rate(DEVICE, DTYPE)
+    print(f"{common.hardware(transformers)}, {DTYPE}; copies {bandwidth / 1e9:,.0f} GB/s, matrix products "
+          f"{rate / 1e12:,.2f} TFLOP/s\n", flush=True)  # fmt: skip
+    for name, part in parts.items():
+        if name in sys.argv or not set(parts) & set(sys.argv):
+            part(*([bandwidth, rate] if part is roofline else []))
+
+
+if __name__ == "__main__":
+    main()
