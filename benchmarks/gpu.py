@@ -8,7 +8,9 @@ First the copy bandwidth and the rate of large matrix products on this device. A
 reading the weights and all live keys and values at that bandwidth, or its arithmetic at that rate. Random weights.
 """
 
+import functools
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -48,6 +50,24 @@ def copy_bandwidth() -> float:
     return 2 * a.nbytes / min(seconds(lambda: b.copy_(a)) for _ in range(5))
 
 
+@functools.cache  # one class a module: compiled code is tied to the type of its engine
+def timed_engine(ppo):
+    class Engine(ppo.Engine):
+        lengths, decoding, steps = None, 0.0, 0
+
+        def __init__(self, *rest):
+            super().__init__(*rest)
+            self.new_tokens = list(Engine.lengths)
+
+        def decode_block(self):
+            start = time.perf_counter()
+            ended = super().decode_block()  # reads its tokens, so it has ended
+            Engine.decoding += time.perf_counter() - start
+            return ended
+
+    return Engine
+
+
 class Bench:
     """A random Qwen2 here and, if asked for, in transformers; prompts of the given lengths."""
 
@@ -65,35 +85,28 @@ class Bench:
             self.peer.load_state_dict(self.actor.state_dict())
 
     def ours(self, ppo, slots: int, prompts: list[int], lengths: list[int], compiled: str) -> dict:
-        """Seconds of a rollout and of its decoding, after one that warms up, and its decode steps."""
-        text, result = common.random_prompts(self.tokenizer, 1, max(prompts))[0], {}
+        """Seconds of a rollout, medians of three after one that warms up, of its decoding, and its decode steps."""
+        texts = common.random_prompts(self.tokenizer, len(prompts), max(prompts))
         sizes = dict(max_prompt_tokens=max(prompts), max_new_tokens=max(lengths), rollout_slots=slots)
-        args = ppo.Args(compile=compiled, **sizes)
-
-        class Engine(ppo.Engine):
-            def __init__(self, *rest):
-                super().__init__(*rest)
-                self.new_tokens, result["decoding"] = list(lengths), 0.0
-
-            def decode_block(self):
-                start = time.perf_counter()
-                ended = super().decode_block()  # reads its tokens, so it has ended
-                result["decoding"] += time.perf_counter() - start
-                return ended
+        args, engine, original = ppo.Args(compile=compiled, **sizes), timed_engine(ppo), ppo.Engine
+        engine.lengths, runs, count = lengths, [], ppo.episodes_at_once(args, len(lengths))
 
         def run():
-            envs = [ppo.EnvThread(common.Prompts([text[:n] for n in prompts]), 60) for _ in range(envs_at_once)]
+            envs = [ppo.EnvThread(common.Prompts([t[:n] for t, n in zip(texts, prompts, strict=True)]), 60)
+                    for _ in range(count)]  # fmt: skip
             rows = range(len(lengths))
-            result["batch"] = ppo.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0)
+            batch = ppo.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0)
+            engine.steps = batch.stats["rollout/decode_steps"]
 
-        original, envs_at_once = ppo.Engine, ppo.episodes_at_once(args, len(lengths))
-        ppo.Engine = Engine
+        ppo.Engine = engine
         try:
-            run()
-            result["seconds"] = seconds(run)
+            for _ in range(4):
+                engine.decoding = 0.0
+                runs.append((seconds(run), engine.decoding))
         finally:
             ppo.Engine = original
-        return result | {"steps": result["batch"].stats["rollout/decode_steps"]}
+        total, decoding = (statistics.median(column) for column in zip(*runs[1:], strict=True))
+        return {"seconds": total, "decoding": decoding, "steps": engine.steps}
 
     def generate(self, rows: int, cache: str | None) -> float:
         ids = torch.randint(3, self.config.vocab_size, (rows, PROMPT), device=DEVICE)
@@ -101,7 +114,7 @@ class Bench:
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW,
             eos_token_id=None, pad_token_id=0, cache_implementation=cache)  # fmt: skip
         run()
-        return seconds(run)
+        return statistics.median(seconds(run) for _ in range(3))
 
 
 def roofline(bandwidth: float, rate: float) -> None:
@@ -155,7 +168,7 @@ def workload() -> None:
 
 
 def iteration() -> None:
-    """One PPO iteration, the second of two."""
+    """One PPO iteration, the third of three."""
     name, shape = next(iter(SHAPES.items()))
     samples, mean = (8, 8) if SMOKE else (1024, 256)
     lengths, tokenizer = common.forced_lengths("log-normal", samples, mean, 8 * mean), common.character_tokenizer(
@@ -172,11 +185,13 @@ def iteration() -> None:
     common.gym.register("Prompts-v0", entry_point=common.Prompts)
     prompts = json.dumps({"prompts": common.random_prompts(tokenizer, samples // 4, PROMPT)})
     continuous.Engine = Engine
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         common.write_checkpoint(f"{folder}/model", tokenizer, PROMPT + 8 * mean, shape)
         continuous.train(continuous.Args(
             model=f"{folder}/model", env_id="Prompts-v0", env_kwargs=prompts, log_dir=folder, run_name="run",
-            save_every=0, num_iterations=2, rollout_batch_size=samples // 4, n_samples_per_prompt=4,
+            save_every=0, num_iterations=3, rollout_batch_size=samples // 4, n_samples_per_prompt=4,
             rollout_slots=256, train_batch_size=samples // 4, ppo_epochs=1, micro_batch_tokens=32768,
             max_prompt_tokens=PROMPT, max_new_tokens=8 * mean, eval_episodes=1, device=DEVICE.type,
             compile="off" if SMOKE else "on"))  # fmt: skip
@@ -191,6 +206,7 @@ def iteration() -> None:
 def main():
     parts = {"roofline": roofline, "ladder": ladder, "workload": workload, "iteration": iteration}
     transformers.logging.set_verbosity_error()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # else the rest would run uncompiled, with a warning alone
     bandwidth, rate = copy_bandwidth(), ppo_llm.matrix_rate(DEVICE, DTYPE)
     print(f"{common.hardware(transformers)}, {DTYPE}; copies {bandwidth / 1e9:,.0f} GB/s, matrix products "
           f"{rate / 1e12:,.2f} TFLOP/s\n", flush=True)  # fmt: skip

@@ -3,7 +3,7 @@
     python benchmarks/scaling.py              # CPU, one thread a rank, some minutes; draws benchmarks/scaling.png
     python benchmarks/scaling.py smoke        # less than a minute: does it run
 
-Random Llamas, responses of forced length, float32. A point is the third iteration of a run, median of three runs.
+Random Qwen2s, responses of forced length, float32. A point is the third iteration of a run, median of three runs.
 """
 
 import json
@@ -48,10 +48,11 @@ def measure(**sizes) -> list[float]:
         shape = dict(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=2, vocab_size=1024,
                      num_attention_heads=width // 32, num_key_value_heads=width // 32)  # fmt: skip
         common.write_checkpoint(f"{folder}/model", tokenizer, PROMPT + sizes["response"], shape)
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(sizes["ranks"])] if sizes["ranks"] > 1 else []
-        command = [sys.executable, *launch, __file__, "worker", json.dumps(sizes)]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(sizes["ranks"])]
+        command = [sys.executable, *(launch if sizes["ranks"] > 1 else []), __file__, "worker", json.dumps(sizes)]
         environment = os.environ | {"SCALING_FOLDER": folder, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        subprocess.run(command, env=environment, check=True, capture_output=True)
+        process = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr[-3000:]
         row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
     updates = row["time/critic"] + row["time/actor"]
     return [row["time/rollout"], row["time/score"], updates, 100 * row["perf/update_mfu"]]
