@@ -532,7 +532,7 @@ def test_torchrun_of_the_script_itself(ppo, alone, tmp_path):
 @pytest.mark.parametrize("when", ["rollout", "updates"])
 def test_a_killed_rank_ends_the_job(ppo, tmp_path, victim, when):
     flags = {"sft-steps": 0, "eval-episodes": 2, "rollout-batch-size": 4, "train-batch-size": 4, "ppo-epochs": 40,
-             "run-name": "mine", "num-iterations": 100000}  # fmt: skip
+             "run-name": "mine", "num-iterations": 100000, "compile": "off"}  # fmt: skip
     flags |= {"env-id": "environments:Hangs-v0", "env-timeout": 600} if when == "rollout" else {}
     process = start(torchrun(2, ppo.__file__, *(f"--{name}={value}" for name, value in flags.items())), tmp_path)
     metrics = tmp_path / "runs" / "mine" / "metrics.jsonl"
