@@ -83,7 +83,7 @@ from tqdm import tqdm
 class UserError(ValueError):
     """Something the user can mend: shown as one line without a traceback, exit code 2."""
 
-    common = False  # whether all ranks have it, so that one of them is enough to say it
+    common = False  # whether all ranks raise it (see Ranks.agree), so that only the first says it
 
     def __str__(self):
         return " ".join(super().__str__().split())
@@ -134,12 +134,12 @@ class Args:
     reward_model: str | None = None  # *ForSequenceClassification of the actor's tokenizer; adds to the reward
     env_id: str = "SortDigits-v0"  # SortDigits-v0, GSM8K-v0, or your own (Gymnasium, text) as pkg.module:MyEnv-v0
     env_kwargs: str = "{}"  # the environment's arguments, a JSON object
-    env_timeout: float = 60.0  # seconds that one reset() or step() may take
+    env_timeout: float = 60.0  # seconds for an answer of reset() or step(); environments share one Python, and its lock
 
     num_iterations: int = 200  # iterations, each one rollout and all updates on it
     rollout_batch_size: int = 512  # prompts an iteration
     n_samples_per_prompt: int = 1  # samples of each prompt
-    rollout_slots: int = 512  # rows sampled at once, by each rank; the KV cache holds slots x (prompt + new tokens)
+    rollout_slots: int = 512  # samples decoded at once, by each rank; memory of the KV cache grows with it
     prefill_tokens: int = 65536  # prompt and environment tokens, padding included, computed between two decode blocks
     max_prompt_tokens: int | None = None  # a longer prompt is an error; default 16, with --model 512
     max_new_tokens: int | None = None  # all after the prompt, environment's text included; default 8, with --model 256
@@ -175,7 +175,7 @@ class Args:
     kl_horizon: int = 10_000  # samples over which kl_coef adapts
     ref_sync_every: int = 0  # iterations between moves of the reference towards the actor; 0: never
     ref_sync_alpha: float = 1.0  # such a move makes it alpha * actor + (1 - alpha) * reference
-    missing_eos_penalty: float = 0.0  # subtracted from the reward of a response that is cut by length
+    missing_eos_penalty: float = 0.0  # subtracted from the reward of a sample that does not end with a stop id
     bootstrap_truncated: bool = False  # a truncated row ends with V(state after its last token), not with 0
 
     max_skipped_steps: int = 20  # non-finite optimizer steps in a row after which the run stops
@@ -429,15 +429,16 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-# x @ weight.T + bias for a weight that oneDNN has laid out for its kernels. An operator of its own, since compiled code
-# takes oneDNN's for weights that never change alone.
-operators = torch.library.Library(__name__, "FRAGMENT")
+# x @ weight.T + bias for a weight that oneDNN has laid out for its kernels; that one no longer tells its shape, so the
+# number of output features is passed. An operator of its own: torch.compile takes oneDNN's for constant weights only.
+namespace = re.sub(r"\W", "_", __name__)
+operators = torch.library.Library(namespace, "FRAGMENT")
 operators.define("packed_linear(Tensor x, Tensor weight, Tensor? bias, int features) -> Tensor")
 operators.impl("packed_linear", lambda x, weight, bias, features: torch.ops.mkldnn._linear_pointwise.default(
     x, weight, bias, "none", [], ""), "CompositeExplicitAutograd")  # fmt: skip
-torch.library.register_fake(f"{__name__}::packed_linear", lambda x, weight, bias, features: x.new_empty(
+torch.library.register_fake(f"{namespace}::packed_linear", lambda x, weight, bias, features: x.new_empty(
     *x.shape[:-1], features))  # fmt: skip
-packed_linear = getattr(torch.ops, __name__).packed_linear.default
+packed_linear = getattr(torch.ops, namespace).packed_linear.default
 
 
 class Linear(nn.Linear):
@@ -649,7 +650,7 @@ class KVCache:
             raise UserError(
                 f"--rollout-slots: a KV cache of 2 x {L} layers x {rows} rows x {Hkv} heads x {size + 1} tokens x {D} "
                 f"x {dtype.itemsize} bytes takes {rows * row / 1e9:,.1f} GB; {free / 1e9:,.1f} GB are free, enough for "
-                f"{free // row} rows, or lower --max-prompt-tokens and --max-new-tokens")
+                f"{100 * free // (rows * row):.0f}% of these rows; or lower --max-prompt-tokens and --max-new-tokens")
         buffer = functools.partial(torch.zeros, rows, Hkv, size + 1, D, dtype=dtype, device=device)
         self.layers = [(buffer(), buffer()) for _ in range(L)]  # as one tensor compiled code would copy it each step
         self.size, self.all_rows = size, torch.arange(rows, device=device)
@@ -748,9 +749,9 @@ class Engine:
         self.rewards, self.lengths, self.success = torch.zeros(N, S), [0] * N, [False] * N
         self.prompts, self.texts, self.stop = [""] * N, [""] * N, [""] * N
         self.keys = sample_keys(args.seed, iteration, self.sample_ids, weight.device)
-        self.new_tokens = [args.max_new_tokens] * N  # how many may follow the prompt
+        self.new_tokens = [args.max_new_tokens] * N  # how many may follow the prompt; benchmarks force lengths here
         # By slot, on the device: the sample it holds, the row's length and limit, whether the row decodes.
-        self.sample, self.length, self.limit = zeros(3, B, dtype=torch.int64)
+        self.sample, self.length, self.limit = (zeros(B, dtype=torch.int64) for _ in range(3))
         self.alive, self.stop_ids = zeros(B, dtype=torch.bool), torch.tensor(tokenizer.stop_ids, device=weight.device)
         # By row, on the host: sample, its token ids, how many of them are in the cache, how many are the prompt.
         self.holds, self.ids, self.cached, self.prompt_length = ([0] * self.rows for _ in range(4))
@@ -765,12 +766,6 @@ class Engine:
         self.budget = max(1, args.prefill_tokens // self.C)  # chunks between two decode blocks
         self.counts = collections.Counter()
         self.compiled = args.compile == "on"
-        self.pack(B)
-
-    def pack(self, rows: int) -> None:
-        for module in self.actor.modules():
-            if isinstance(module, Linear) and self.compiled:
-                module.pack(rows)
 
     def admit(self, slot: int, sample: int) -> None:
         """Give a row to a sample, whose environment begins."""
@@ -935,7 +930,6 @@ class Engine:
         self.success[sample] = bool(info.get("success", float(self.rewards[sample].sum()) > 0))
 
     def result(self) -> Rollout:
-        self.pack(0)  # the weights may change
         T, counts = max(self.lengths), self.counts
         stats = {f"rollout/{name}": counts[name] for name in ("decode_steps", "prefill_tokens")}
         stats["rollout/slot_occupancy"] = counts["useful_row_steps"] / counts["row_steps"]
@@ -953,32 +947,46 @@ class Engine:
 compiled_step = torch.compile(Engine.decode_step, dynamic=True)  # at its first call; one for all rollouts
 
 
+@contextlib.contextmanager
+def packed(actor: Transformer, rows: int, args: Args):
+    """With --compile on: the actor's weights laid out for products with `rows` rows. They must not change meanwhile."""
+    linears = [module for module in actor.modules() if isinstance(module, Linear)] if args.compile == "on" else []
+    try:
+        for linear in linears:
+            linear.pack(rows)
+        yield
+    finally:
+        for linear in linears:
+            linear.pack(0)
+
+
 def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
     """Sample one episode for each of `seeds` [N] with `actor`, up to rollout_slots (and len(envs)) at a time.
 
     `sample_ids` [N] and `iteration` pick the noise. Raises UserError that names environment, sample and prompt.
     """
-    engine = Engine(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy)
-    samples, budget = collections.deque(range(len(seeds))), engine.budget
-    while samples or len(engine.free) < engine.rows:
-        for row in engine.free_rows()[: len(samples)]:
-            engine.admit(row, samples.popleft())
-        if answered := engine.answered():
-            for row in answered:
-                engine.take_answer(row)
-            continue  # what is free now is filled before any decodes
-        urgent = sum(row < engine.slots for row in engine.free) > len(engine.staged) or not engine.decoding
-        if engine.waiting and (urgent or min(engine.waiting) < engine.slots):  # else prompts wait for company
-            budget = engine.prefill(budget)
-        if engine.seat():
-            continue
-        if engine.decoding:
-            for slot in engine.decode_block():
-                engine.submit_turn(slot)
-        elif not engine.waiting:  # all environments are at work
-            concurrent.futures.wait(engine.pending.values(), 0.1, concurrent.futures.FIRST_COMPLETED)
-        budget = engine.budget
-    return engine.result()
+    with packed(actor, min(args.rollout_slots, len(seeds), len(envs)), args):
+        engine = Engine(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy)
+        samples, budget = collections.deque(range(len(seeds))), engine.budget
+        while samples or len(engine.free) < engine.rows:
+            for row in engine.free_rows()[: len(samples)]:
+                engine.admit(row, samples.popleft())
+            if answered := engine.answered():
+                for row in answered:
+                    engine.take_answer(row)
+                continue  # what is free now is filled before any decodes
+            urgent = sum(row < engine.slots for row in engine.free) > len(engine.staged) or not engine.decoding
+            if engine.waiting and (urgent or min(engine.waiting) < engine.slots):  # else prompts wait for company
+                budget = engine.prefill(budget)
+            if engine.seat():
+                continue
+            if engine.decoding:
+                for slot in engine.decode_block():
+                    engine.submit_turn(slot)
+            elif not engine.waiting:  # all environments are at work
+                concurrent.futures.wait(engine.pending.values(), 0.1, concurrent.futures.FIRST_COMPLETED)
+            budget = engine.budget
+        return engine.result()
 
 
 # === 5. Text environments ===
@@ -1009,7 +1017,7 @@ class SortDigits(gym.Env):
 
 def parse_number(text: str) -> float | None:
     """The number behind the last `####`, without currency sign and thousands separators."""
-    found = re.findall(r"####\s*(-?)\s*\$?\s*(-?[\d,]*\.?\d+)", text)
+    found = re.findall(r"####\s*(?:(-)\s*)?(?:\$\s*)?(-?[\d,]*\.?\d+)", text)
     return float("".join(found[-1]).replace(",", "").replace("--", "-")) if found else None
 
 
@@ -1107,9 +1115,14 @@ def make_envs(args: Args, count: int, evaluation: bool = False) -> list[EnvThrea
     with blame(f"--env-id {args.env_id} with arguments {json.dumps(kwargs)}"):
         envs = [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
         inspect.signature(envs[0].unwrapped.step).bind("response")
-    threads = [EnvThread(env, args.env_timeout) for env in envs]
+        threads = [EnvThread(env, args.env_timeout) for env in envs]
     threads[0].reset(0)
     return threads
+
+
+def close_envs(envs: list[EnvThread]) -> None:
+    """Environments may have processes or files to close; they get five seconds."""
+    concurrent.futures.wait([env.submit("close") for env in envs], timeout=5)
 
 
 def prompt_ids(tokenizer: HFTokenizer, prompt: str, args: Args) -> list[int]:
@@ -1253,7 +1266,10 @@ def at_sampled(model: Transformer, tokens, mask, temperature=1.0) -> tuple[Tenso
 
 
 def microbatches(indices: Tensor, lengths: Tensor, token_budget: int) -> list[Tensor]:
-    """Cut `indices` into groups of like length: rows x longest within `token_budget`, padding in a sixteenth of it."""
+    """Cut `indices` into groups of like length: rows x longest within `token_budget`, padding in a sixteenth of it.
+
+    Without the second limit the few longest rows take short ones along; one much tighter makes too many groups.
+    """
     order = indices[lengths[indices].argsort(descending=True, stable=True)]
     sizes, cuts, first, padding = lengths[order].tolist(), [], 0, 0
     for i, n in enumerate(sizes):
@@ -1474,6 +1490,7 @@ def shard(model: Transformer, ranks: Ranks, args: Args, dtype: torch.dtype) -> T
     """Prepare a model for training and scoring on `ranks`: activation checkpointing, torch.compile, FSDP2."""
     model.ranks, model.checkpointing = ranks, args.activation_checkpointing
     if args.compile == "on":
+        torch._dynamo.config.recompile_limit = 64  # the blocks of all models are one piece of code, in several shapes
         for block in model.model.layers:  # in place, so that names stay, and before FSDP: its hooks surround the code
             block.compile(dynamic=True)
     if ranks.mesh is None:
@@ -1627,7 +1644,7 @@ class RunFolder:
         """Log an iteration; TensorBoard gets its numbers by iteration, and those in ratio/steps by actor step."""
         self.write("metrics", row)
         for name, value in row.items() if self.writes else ():
-            if isinstance(value, int | float) and name != "iteration":
+            if isinstance(value, int | float) and math.isfinite(value) and name != "iteration":
                 self.writers[0].add_scalar(name, value, row["iteration"])
         for step in row["ratio/steps"] if self.writes else ():
             for name in ("dev", "ratio_mean", "clipfrac", "out_of_clip", "approx_kl"):
@@ -1849,7 +1866,8 @@ def export_model(actor: Transformer | None, config: ModelConfig, tokenizer, acto
 def embedded_model(args: Args, env: EnvThread) -> tuple[HFTokenizer, Transformer, ModelConfig]:
     """The default actor: a small random Llama over the characters of the environment's prompts and demonstrations."""
     resets = map(env.reset, range(256))
-    tokenizer = HFTokenizer.from_texts([prompt + info.get("demonstration", "") for prompt, info in resets])
+    with blame(f"environment {env.name}: info['demonstration'] must be text"):
+        tokenizer = HFTokenizer.from_texts([prompt + info.get("demonstration", "") for prompt, info in resets])
     config = ModelConfig.from_hf({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": tokenizer.vocab_size,
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
@@ -1897,7 +1915,6 @@ def critic_from(actor: Transformer) -> Transformer:
         critic = Transformer(actor.config, head="scalar")
     body = {name: x.clone() for name, x in actor.state_dict().items() if name != "lm_head.weight"}
     critic.load_state_dict(body | {"score.weight": torch.zeros(1, actor.config.hidden_size)}, assign=True)
-    critic.rope = actor.rope
     return critic
 
 
@@ -1966,15 +1983,17 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: EnvThread, args:
         say(f"warm start: none, {env.name + ' has no demonstrations' if args.sft_steps else '--sft-steps 0'}")
         return
     learner, ranks, device = Learner(actor, args.sft_lr, 0.0, args.sft_steps, args), actor.ranks, actor.rope.device
+    cut = 0
     for step in tqdm(range(args.sft_steps), desc="warm start", leave=False, disable=ranks.rank > 0):
         rows, starts, losses = [], [], []
         with ranks.agree():
             for seed in range(step * args.sft_batch_size, (step + 1) * args.sft_batch_size):
                 prompt, info = env.reset(seed)
                 with blame(f"environment {env.name}, seed {seed}: info['demonstration'] must be text"):
-                    answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id][: args.max_new_tokens]
+                    answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id]
+                cut += len(answer) > args.max_new_tokens
                 starts.append(len(ids := prompt_ids(tokenizer, prompt, args)))
-                rows.append(torch.tensor([*ids, *answer], device=device))
+                rows.append(torch.tensor([*ids, *answer[: args.max_new_tokens]], device=device))
         lengths, tokens = torch.tensor([len(row) for row in rows]), nn.utils.rnn.pad_sequence(rows, batch_first=True)
         columns = torch.arange(tokens.shape[1])
         mask = ((columns >= torch.tensor(starts)[:, None]) & (columns < lengths[:, None])).to(device)  # [B, T]
@@ -1985,7 +2004,8 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: EnvThread, args:
         learner.step(loss := ranks.total(losses), 0)
         if learner.complaint:
             raise UserError(learner.complaint)
-    say(f"warm start: {args.sft_steps} steps of {args.sft_batch_size} demonstrations, loss {loss['loss']:.3f} a token")
+    say(f"warm start: {args.sft_steps} steps of {args.sft_batch_size} demonstrations, loss {loss['loss']:.3f} a token"
+        + (f"; {cut:,} were cut to --max-new-tokens {args.max_new_tokens}" if cut else ""))
 
 
 def forward_flops(config: ModelConfig, lengths: Tensor, outputs: int) -> float:
@@ -2000,9 +2020,10 @@ def forward_flops(config: ModelConfig, lengths: Tensor, outputs: int) -> float:
     return float(config.num_hidden_layers * layer.sum()) + 2 * outputs * config.hidden_size * config.vocab_size
 
 
+@functools.cache
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of large matrix products here, the best of five: what model FLOPs utilization is a part of."""
-    n, times = 8192 if device.type == "cuda" else 512, []
+    """FLOP/s of large matrix products here, the best of five: a model FLOPs utilization of 100 %."""
+    n, times = 8192 if device.type == "cuda" else 1024, []
     x = torch.rand(n, n, device=device).to(dtype)
     for _ in range(5):
         start = time.perf_counter()
@@ -2014,15 +2035,29 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def resolve_compile(args: Args, config: ModelConfig, plan: Plan, device: torch.device, ranks: int) -> None:
-    """Replace --compile auto. On a CPU compiling takes a minute or two, which half an hour of arithmetic repays."""
+    """Replace --compile auto, and try whether torch.compile works. Raises UserError if it is asked for and does not.
+
+    On a CPU compiling takes a minute or two, which half an hour of arithmetic repays. At 5e10 FLOP/s, about two cores:
+    by a measured rate a run could choose otherwise when it is resumed.
+    """
     rows = torch.full((plan.samples_per_iteration,), args.max_prompt_tokens + args.max_new_tokens)  # at most
     passes = 4 + 3 * (args.ppo_epochs + args.critic_epochs)
     flops = args.num_iterations * passes * forward_flops(config, rows, len(rows) * args.max_new_tokens)
-    repays = device.type == "cuda" or (flops / ranks / 5e10 > 1800 and shutil.which(os.environ.get("CXX", "g++")))
-    if args.compile == "auto":
-        args.compile = "on" if repays else "off"
-        if repays and device.type == "cpu":
-            say("--compile auto: on, for a run this long; the first iteration takes a minute or two more")
+    flag, repays = args.compile, device.type == "cuda" or flops / ranks / 5e10 > 1800
+    args.compile = "on" if flag == "on" or (flag == "auto" and repays) else "off"
+    if args.compile == "off":
+        return
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
+    except Exception as error:
+        problem = UserError(f"--compile {flag}: torch.compile fails here; it needs a C++ compiler and Python's headers "
+                            f"({type(error).__name__}: {error!s:.200})")  # fmt: skip
+        if flag == "on":
+            raise problem from error
+        args.compile = "off"
+        say(f"WARNING: {problem}. The run is not compiled")
+    if args.compile == "on" and flag == "auto" and device.type == "cpu":
+        say("--compile auto: on, for a run this long; the first iteration takes a minute or two more")
 
 
 def evaluate(sample, envs: list, args: Args, iteration: int) -> dict[str, float]:
@@ -2070,10 +2105,12 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     with world.agree():
         envs = make_envs(args, episodes_at_once(args, -(-samples // world.size)))
         eval_envs = make_envs(args, episodes_at_once(args, -(-args.eval_episodes // world.size)), evaluation=True)
+        stack.callback(close_envs, [*envs, *eval_envs])
         tokenizer, actor, critic, scorer = load_models(args, envs[0], eval_envs[0])
-    config = actor.config
-    resolve_compile(args, config, plan, device, world.size)
-    resume = find_resume(args, config, world)
+        config, critic_config, scorer_config = (m.config if m else None for m in (actor, critic or actor, scorer))
+        resolve_compile(args, config, plan, device, world.size)
+    with world.agree():
+        resume = find_resume(args, config, world)
     if resume.finished:
         say(f"{resume.folder}: finished; from its last checkpoint, if any, a larger --num-iterations would go on")
         return resume.finished
@@ -2254,8 +2291,9 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         if diagnosis.cause not in (None, now.last_cause):
             say(f"iteration {iteration + 1}: ratio: {diagnosis.cause}: {diagnosis.evidence}; {diagnosis.advice}")
         made_before = of_actor["counters"]["steps"] - len(steps)
-        if diagnosis.cause == "forward_mismatch" and made_before == 0 and first["dev"] > 1e-2:
-            raise UserError(f"the ratio of the first update is off by {first['dev']:.1e}: {diagnosis.advice}")
+        with world.agree():
+            if diagnosis.cause == "forward_mismatch" and made_before == 0 and first["dev"] > 1e-2:
+                raise UserError(f"the ratio of the first update is off by {first['dev']:.1e}: {diagnosis.advice}")
 
         # --- Adaptive KL (https://arxiv.org/abs/1909.08593, section 2.2) and reference
         mean_kl, kl_coef = (float(kl.mean()), now.kl_coef) if args.kl_coef > 0 else (None, None)
@@ -2270,13 +2308,17 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         now.learners = {"actor": of_actor["counters"], "critic": of_critic["counters"]}
 
         # --- Arithmetic of real tokens: a backward pass counts twice its forward, what is computed again not at all
-        body, whole = (forward_flops(config, lengths, outputs) for outputs in (0, trained_tokens))
-        update_flops = 3 * (args.critic_epochs * body + len(steps) / plan.minibatches * whole)
-        flops = update_flops + body + whole * (1 + args.recompute_old_logprobs + (args.kl_coef > 0))
+        actor_pass = forward_flops(config, lengths, trained_tokens)
+        critic_pass, scorer_pass = (forward_flops(c, lengths, 0) if c else 0.0 for c in (critic_config, scorer_config))
+        update_flops = 3 * (len(steps) / plan.minibatches * actor_pass + args.critic_epochs * critic_pass)
+        actor_passes = 1 + args.recompute_old_logprobs + (args.kl_coef > 0)
+        flops = update_flops + actor_passes * actor_pass + critic_pass + scorer_pass
 
         # --- Log. Every mean is weighted by tokens over all minibatches and ranks
         means, critic_means = of_actor["means"], of_critic["means"]
-        seconds, phases = clock[-1] - clock[0], ("rollout", "score", "critic", "actor", "diagnose")
+        latest = [max(times) for times in zip(*(other["clock"] for other in reports), strict=True)]  # of all ranks
+        _, _, scored, _, updated, finished = latest
+        seconds, phases = finished - clock[0], ("rollout", "score", "critic", "actor", "diagnose")
         row = {
             "iteration": iteration, "charts/episodes": now.episodes, "charts/SPS": samples / seconds,
             "charts/actor_steps": of_actor["counters"]["steps"], "charts/actor_lr": of_actor["lr"],
@@ -2300,7 +2342,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             "perf/response_tokens_per_second": trained_tokens / seconds,
             "perf/rollout_tokens_per_second": trained_tokens / (clock[1] - clock[0]),
             "perf/mfu": flops / seconds / world.size / peak_rate,
-            "perf/update_mfu": update_flops / (clock[4] - clock[2]) / world.size / peak_rate,
+            "perf/update_mfu": update_flops / (updated - scored) / world.size / peak_rate,
             "perf/peak_memory_bytes": max(other["peak_memory"] for other in reports),
             **{f"eval/{name}": value for name, value in evaluation.items()},
         }
@@ -2309,7 +2351,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             for i in range(min(args.log_completions, samples)):
                 run.write("completions", {
                     "step": iteration, "prompt": batch.prompts[i], "response": batch.texts[i], "stop": batch.stop[i],
-                    "reward": float(scores[i]), "n_tokens": int(token_counts[i]), "kl": float(kl[i]),
+                    "reward": float(scores[i]), "n_tokens": int(token_counts[i]),
+                    "kl": float(kl[i]) if args.kl_coef > 0 else None,
                 })
             if complaint := of_actor["complaint"] or of_critic["complaint"]:
                 raise UserError(complaint)

@@ -1,5 +1,6 @@
 """What the benchmarks share: the same random Qwen2 on both sides, prompts, forced lengths, and how numbers are said."""
 
+import collections
 import functools
 import platform
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import gymnasium as gym
 import torch
+import torch.profiler
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import ppo_llm
@@ -37,6 +39,18 @@ def hardware(*packages) -> str:
 
 def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
+
+
+def operators(run, most: int = 7) -> str:
+    """The operators that take most of the time of run(), which may wait for none, and their share."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    times = collections.Counter()
+    for event in profile.key_averages():
+        name = re.sub("^(aten|mkldnn)::_*", "", event.key)
+        times["compiled code" if "CompiledFxGraph" in name else name] += event.self_cpu_time_total
+    shares = [f"{name:.45} {time / times.total():.0%}" for name, time in times.most_common(most)]
+    return ", ".join([*shares, f"{len(times) - most} others"])
 
 
 def table(columns, rows=()) -> None:
@@ -80,7 +94,7 @@ def temporary_folder():
 
 
 def forced_lengths(name: str, samples: int, mean: int, longest: int) -> list[int]:
-    """Response lengths of the given mean, at most `longest`, from a fixed seed."""
+    """Response lengths of the given mean, then cut to `longest`, from a fixed seed."""
     torch.manual_seed(0)
     u = torch.rand(samples)
     lengths = {

@@ -18,7 +18,7 @@ from common import ppo_llm
 
 CPU = dict(shape=common.SMALL, rows=32, prompt=32, new=128, pairs=7)
 SMOKE = dict(shape=common.TINY, rows=4, prompt=4, new=8, pairs=1)
-PEERS = {"dynamic cache": None, "static cache": "static"}
+PEERS = {"dynamic cache": (None, False), "static cache": ("static", False), "static, compiled": ("static", True)}
 
 
 class Sides:
@@ -47,10 +47,13 @@ class Sides:
         finally:
             ppo_llm.compiled_step, ppo_llm.Linear.pack = kept
 
-    def generate(self, cache: str | None) -> torch.Tensor:
+    def generate(self, cache: str | None, compiled: bool) -> torch.Tensor:
+        config = transformers.CompileConfig(mode="default")  # "reduce-overhead" is for CUDA graphs
+        config._compile_all_devices = True  # else transformers compiles on GPUs alone
         return self.peer.generate(
             self.ids, attention_mask=torch.ones_like(self.ids), do_sample=False, max_new_tokens=self.new,
-            min_new_tokens=self.new, eos_token_id=None, pad_token_id=0, cache_implementation=cache)  # fmt: skip
+            min_new_tokens=self.new, eos_token_id=None, pad_token_id=0, cache_implementation=cache,
+            disable_compile=not compiled, compile_config=config if compiled else None)  # fmt: skip
 
 
 def main():
@@ -65,7 +68,7 @@ def main():
         sides = Sides(dtype, **settings)
         runs = {"ours": lambda: sides.ours(False, False), "weights packed": lambda: sides.ours(False, True),
                 "compiled": lambda: sides.ours(True, False), "both (--compile on)": lambda: sides.ours(True, True)}
-        runs |= {f"generate, {name}": lambda cache=cache: sides.generate(cache) for name, cache in PEERS.items()}
+        runs |= {f"generate, {name}": lambda how=how: sides.generate(*how) for name, how in PEERS.items()}
         # Rows agree until two tokens are nearly tied; then they go different ways.
         tokens = {name: run()[:, settings["prompt"] :] for name, run in runs.items()}
         same = {name: (x == tokens["ours"]).int().cumprod(1).float().mean() for name, x in tokens.items()}
@@ -80,6 +83,8 @@ def main():
             ratio = common.spread([theirs / ours for theirs, ours in zip(seconds[best], mine, strict=True)])
             speed = settings["rows"] * settings["new"] / statistics.median(mine)
             common.line([str(dtype).removeprefix("torch."), name, f"{same[name]:.1%}", f"{speed:,.0f}", ratio])
+        for name in ("ours", "both (--compile on)"):
+            print(f"\n{dtype}, {name}: {common.operators(runs[name])}\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ One process, the same random Qwen2-shaped weights, prompts and forced lengths on
 decode in turn. Steps are counted, and predicted by `simulate.py`; tokens per second and ratios are medians.
 """
 
+import functools
 import logging
 import statistics
 import sys
@@ -33,6 +34,22 @@ COLUMNS = ("lengths", "samples / slots", "tokens/s: waves", "continuous", "trans
            "occupancy: waves", "continuous", "gain", "ideal gain", "gain / ideal", "continuous / transformers")
 
 
+@functools.cache  # one class a module: compiled code is tied to the type of its engine
+def traced_engine(ppo):
+    class Engine(ppo.Engine):
+        lengths, trace = None, None
+
+        def __init__(self, *rest):
+            super().__init__(*rest)
+            self.new_tokens = list(Engine.lengths)
+
+        def decode_block(self):
+            Engine.trace.append((time.perf_counter(), len(self.decoding)))
+            return super().decode_block()
+
+    return Engine
+
+
 class Bench:
     """One model and its prompts; `run` times a rollout of forced lengths, on any side."""
 
@@ -42,7 +59,8 @@ class Bench:
         common.write_checkpoint(folder, self.tokenizer, prompt + longest, shape)
         self.tokenizer.stop_ids = [shape["vocab_size"]]  # never sampled
         self.prompts = common.random_prompts(self.tokenizer, max(slots * waves for slots, waves in runs), prompt)
-        self.args = ppo_llm_continuous_batching.Args(max_prompt_tokens=prompt, max_new_tokens=longest)
+        self.args = ppo_llm_continuous_batching.Args(max_prompt_tokens=prompt, max_new_tokens=longest,
+                                                     compile="on" if device == "cuda" else "off")  # fmt: skip
         self.actors = {name: module.load_hf_checkpoint(folder, dtype, device)[0] for name, module in SIDES.items()}
         self.peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
 
@@ -53,17 +71,8 @@ class Bench:
     def run(self, name: str, lengths: list[int], slots: int) -> dict:
         """Seconds, tokens [N, T], stats, and the rows that decode over time of a rollout by `ppo_llm*.py`."""
         ppo, trace = SIDES[name], []
-
-        class Engine(ppo.Engine):
-            def __init__(self, *rest):
-                super().__init__(*rest)
-                self.new_tokens = list(lengths)
-
-            def decode_block(self):
-                trace.append((time.perf_counter(), len(self.decoding)))
-                return super().decode_block()
-
-        self.args.rollout_slots, original = slots, ppo.Engine
+        Engine, original = traced_engine(ppo), ppo.Engine
+        Engine.lengths, Engine.trace, self.args.rollout_slots = lengths, trace, slots
         self.synchronize()
         start = time.perf_counter()
         try:

@@ -3,7 +3,7 @@
     python benchmarks/scaling.py              # CPU, one thread a rank, some minutes; draws benchmarks/scaling.png
     python benchmarks/scaling.py smoke        # less than a minute: does it run
 
-Random Qwen2s, responses of forced length, float32. A point is the third iteration of a run, median of three runs.
+Random Qwen2s, responses of forced length, float32. A point is the median of three iterations of a run after its first.
 """
 
 import json
@@ -19,7 +19,7 @@ import torch
 from common import ppo_llm
 
 BASE = dict(samples=64, response=64, width=128, ranks=1)
-SERIES = dict(samples=[32, 64, 128, 256], response=[32, 64, 128, 256], width=[64, 128, 256, 512], ranks=[1, 2])
+SERIES = dict(samples=[32, 64, 128, 256], response=[32, 64, 128, 256, 512], width=[64, 128, 256, 512], ranks=[1, 2])
 PROMPT = 32
 
 
@@ -37,12 +37,12 @@ def worker(samples: int, response: int, width: int, ranks: int) -> None:
     prompts = json.dumps({"prompts": common.random_prompts(tokenizer, samples, PROMPT)})
     ppo_llm.train(ppo_llm.Args(
         model=f"{folder}/model", env_id="Prompts-v0", env_kwargs=prompts, log_dir=folder, run_name="run", save_every=0,
-        num_iterations=3, rollout_batch_size=samples, rollout_slots=samples, train_batch_size=samples // 4,
+        num_iterations=4, rollout_batch_size=samples, rollout_slots=samples, train_batch_size=samples // 4,
         kl_coef=0.01, max_prompt_tokens=PROMPT, max_new_tokens=response, eval_episodes=1, compile="off"))  # fmt: skip
 
 
 def measure(**sizes) -> list[float]:
-    """Seconds of rollout, scoring and updates, and the utilization of the updates."""
+    """Seconds of rollout, scoring and updates, and the utilization of the updates, in percent."""
     with tempfile.TemporaryDirectory() as folder:
         width, tokenizer = sizes["width"], common.character_tokenizer(1024)
         shape = dict(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=2, vocab_size=1024,
@@ -53,9 +53,10 @@ def measure(**sizes) -> list[float]:
         environment = os.environ | {"SCALING_FOLDER": folder, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         process = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert process.returncode == 0, process.stderr[-3000:]
-        row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
-    updates = row["time/critic"] + row["time/actor"]
-    return [row["time/rollout"], row["time/score"], updates, 100 * row["perf/update_mfu"]]
+        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()[1:]]
+    runs = [[row["time/rollout"], row["time/score"], row["time/critic"] + row["time/actor"],
+             100 * row["perf/update_mfu"]] for row in rows]  # fmt: skip
+    return [statistics.median(column) for column in zip(*runs, strict=True)]
 
 
 def plot(results: dict, path: Path) -> None:
@@ -82,10 +83,11 @@ def main():
     common.table(["", "rollout, s", "scoring, s", "updates, s", "update MFU, %"])
     for name, values in SERIES.items():
         for x in values[:1] if smoke else values:
-            sizes = BASE | (dict(samples=8, response=4, width=64) if smoke else {}) | {name: x}
-            runs = [measure(**sizes) for _ in range(1 if smoke else 3)]
-            results[name, x] = [statistics.median(column) for column in zip(*runs, strict=True)]
-            common.line([f"{name} {x}", *(f"{value:.2f}" for value in results[name, x])])
+            sizes = BASE | (dict(width=256) if name == "ranks" else {}) | {name: x}
+            sizes |= dict(samples=8, response=4, width=64) if smoke else {}
+            results[name, x] = measure(**sizes)
+            label = f"{name} {x}{', width 256' * (name == 'ranks')}"
+            common.line([label, *(f"{value:.2f}" for value in results[name, x])])
     if not smoke:
         plot(results, Path(__file__).parent / "scaling.png")
 

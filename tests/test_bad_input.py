@@ -261,6 +261,11 @@ def test_error_of_an_environment_with_several_lines_is_told_in_one(ppo, tmp_path
     assert "\n" not in str(error.value)
 
 
+def test_a_demonstration_that_is_no_text(ppo, tmp_path, monkeypatch):
+    monkeypatch.setattr(environments.TextEnv, "reset", lambda env, **kwargs: ("ab=", {"demonstration": None}))
+    refuse(ppo, tmp_path, "environment Plain-v0", "info['demonstration'] must be text", env_id="Plain-v0")
+
+
 # --- GSM8K's files ---
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import re
+import time
 
 import pytest
 import torch
@@ -587,3 +588,18 @@ def test_defaults_of_the_job_fill_what_was_not_given(ppo):
     args = ppo.Args(model="folder", kl_coef=0.0, actor_lr=0.0, critic_epochs=5, kl_in="loss")
     ppo.validate(args)
     assert (args.kl_coef, args.actor_lr, args.critic_epochs, args.kl_estimator) == (0, 0, 5, "k3")
+
+
+# --- GSM8K's answers ---
+
+
+@pytest.mark.parametrize(("text", "number"), [
+    ("#### 18", 18), ("2\n#### 1,234.5", 1234.5), ("#### -7", -7), ("#### - $ 7", -7), ("#### $7 dollars", 7),
+    ("#### $-7", -7), ("#### .5", 0.5), ("#### 1 #### 2", 2), ("####\n3", 3), ("18", None), ("#### none", None),
+    ("####" + " " * 100_000, None), ("####" + "\n" * 100_000 + "4", 4), ("#" * 100_000, None),
+    ("#### " + "," * 100_000, None),
+])  # fmt: skip
+def test_the_number_behind_the_last_hashes_is_found_in_time(ppo, text, number):
+    start = time.monotonic()
+    assert ppo.parse_number(text) == number
+    assert time.monotonic() - start < 2

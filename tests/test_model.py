@@ -1,8 +1,11 @@
 """Tokenizer, model and checkpoint folders, without transformers."""
 
 import contextlib
+import importlib.util
 import json
 import math
+import sys
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -615,3 +618,17 @@ def test_gradients_of_a_bfloat16_forward_are_float32_and_near_the_exact_ones(ppo
     for p, gradient in zip(actor.parameters(), exact, strict=True):
         assert p.grad.dtype == torch.float32
         assert 0 < (ppo.local(p.grad) - gradient).norm() < 0.15 * gradient.norm()
+
+
+# --- The script as a module
+
+
+def test_a_script_can_be_a_module_of_any_name(ppo):
+    name = "forks.ppo-llm.v2"
+    spec = importlib.util.spec_from_file_location(name, ppo.__file__)
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {name: module}):  # dataclasses look there
+        spec.loader.exec_module(module)
+    linear = module.Linear(3, 4)
+    linear.pack(2)
+    assert torch.allclose(linear(torch.ones(2, 3)), linear.weight.sum(1) + linear.bias, atol=1e-6)

@@ -285,6 +285,19 @@ def test_packed_weights_are_those_of_the_moment_and_change_nothing(ppo, tokenize
                 p.add_(torch.randn_like(p), alpha=0.1)
 
 
+def test_no_weights_stay_packed_after_a_rollout_that_failed(ppo, tokenizer, monkeypatch):
+    """They would be those of then in each forward that follows."""
+    monkeypatch.setattr(ppo, "compiled_step", ppo.Engine.decode_step)
+    actor, seen = random_model(ppo, tokenizer), []
+    linears = [module for module in actor.modules() if isinstance(module, ppo.Linear)]
+    result = ppo.EnvThread.result
+    watch = lambda *args: seen.append(all(linear.packed is not None for linear in linears)) or result(*args)
+    monkeypatch.setattr(ppo.EnvThread, "result", watch)
+    with pytest.raises(ppo.UserError, match="out of order"):
+        run(ppo, actor, tokenizer, "Raises", compile="on")
+    assert seen and all(seen) and all(linear.packed is None for linear in linears)
+
+
 @pytest.mark.shared
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
@@ -490,8 +503,8 @@ def test_cache_that_does_not_fit_is_an_error_with_the_arithmetic(ppo, tokenizer,
     monkeypatch.setattr(ppo, "free_memory", lambda device: 61_000)
     actor = random_model(ppo, tokenizer)
     run(ppo, actor, tokenizer, make_envs("Plain", 4), samples=8, rollout_slots=4)
-    sizes = r"2 x 2 layers x 5 rows x 2 heads x 53 tokens x 8 x 4 bytes takes 0\.0 GB; 0\.0 GB are free, enough for 4"
-    with pytest.raises(ppo.UserError, match=f"--rollout-slots: a KV cache of {sizes} rows"):
+    sizes = r"2 x 2 layers x 5 rows x 2 heads x 53 tokens x 8 x 4 bytes takes 0\.0 GB; 0\.0 GB are free, enough for 89%"
+    with pytest.raises(ppo.UserError, match=f"--rollout-slots: a KV cache of {sizes} of these rows"):
         run(ppo, actor, tokenizer, make_envs("Plain", 5), samples=5, rollout_slots=5)
 
 

@@ -1,14 +1,17 @@
 """The training loop, run for real on the embedded model: what takes effect, what does not change results."""
 
+import contextlib
 import gc
 import itertools
 import json
+import math
 import random
 import shutil
 import zlib
 from pathlib import Path
 from unittest import mock
 
+import environments
 import pytest
 import torch
 import torch.nn.attention
@@ -464,7 +467,7 @@ def test_run_folder_holds_what_it_should(ppo, run):
     assert json.loads((folder / "config.json").read_text())["args"]["critic_lr"] == 5e-4  # resolved
     completions = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
     assert len(completions) == 6
-    assert set(completions[0]) == {"step", "prompt", "response", "reward", "stop", "n_tokens", "kl"}
+    assert set(completions[0]) == {"step", "prompt", "response", "reward", "stop", "n_tokens"}  # no reference: no "kl"
     actor, _ = ppo.load_hf_checkpoint(folder / "model")
     assert torch.equal(weights(actor), weights(run.models["lm"]))
 
@@ -498,36 +501,68 @@ def test_model_flops_are_those_that_torch_counts(ppo):
         assert counter.get_total_flops() == ours + never_needed
 
 
-def test_utilization_is_that_of_real_tokens(ppo, run, monkeypatch):
+@pytest.mark.parametrize("late", [0.0, 100.0])
+def test_utilization_is_that_of_real_tokens(ppo, run, monkeypatch, late):
+    """Also with a critic and a reward model of other shapes, and while another rank is `late` with the critic."""
     monkeypatch.setattr(ppo, "matrix_rate", lambda *args: 1e6)
+    load_models, gather, kept = ppo.load_models, ppo.Ranks.gather, {}
+
+    def load(*args):
+        tokenizer, actor, _, _ = load_models(*args)
+        critic, scorer = (make_model(ppo, actor.config.vocab_size, intermediate_size=n) for n in (40, 72))
+        critic, scorer = (ppo.Transformer(model.config, "scalar") for model in (critic, scorer))
+        kept.update(critic=critic.config, scorer=scorer.config)
+        return tokenizer, actor, critic, scorer
+
+    def reports_of_two(ranks, value):
+        if not (isinstance(value, dict) and "clock" in value):
+            return gather(ranks, value)
+        clock = [t + late * (i > 2) for i, t in enumerate(value["clock"])]
+        return [value, value | {"clock": clock}]
+
+    monkeypatch.setattr(ppo, "load_models", load)
+    monkeypatch.setattr(ppo.Ranks, "gather", reports_of_two)
     _, rows, _ = run(ppo_epochs=3, critic_epochs=2, kl_coef=0.1, critic_warmup_iterations=1)
-    config, batches = run.models["lm"].config, run.batches[2:4]  # after two of the evaluation
+    batches = run.batches[2:4]  # after two of the evaluation
     for row, batch, epochs in zip(rows, batches, (0, 3), strict=True):
-        body, whole = (ppo.forward_flops(config, batch.lengths, n) for n in (0, int(batch.mask.sum())))
-        update, seconds = 3 * (2 * body + epochs * whole), {name: row[f"time/{name}"] for name in PHASES}
-        assert row["perf/update_mfu"] * 1e6 * (seconds["critic"] + seconds["actor"]) == pytest.approx(update)
-        assert row["perf/mfu"] * 1e6 * sum(seconds.values()) == pytest.approx(update + body + 3 * whole)
-        rate = row["perf/rollout_tokens_per_second"]
-        assert rate * seconds["rollout"] == pytest.approx(int(batch.mask.sum()))
+        trained = int(batch.mask.sum())
+        whole = ppo.forward_flops(run.models["lm"].config, batch.lengths, trained)
+        critic, scorer = (ppo.forward_flops(kept[name], batch.lengths, 0) for name in ("critic", "scorer"))
+        update, seconds = 3 * (2 * critic + epochs * whole), {name: row[f"time/{name}"] for name in PHASES}
+        updates, total = seconds["critic"] + seconds["actor"] + late, sum(seconds.values()) + late
+        assert row["perf/update_mfu"] * 1e6 * updates == pytest.approx(update)
+        assert row["perf/mfu"] * 1e6 * total == pytest.approx(update + critic + scorer + 3 * whole)
+        assert row["perf/response_tokens_per_second"] * total == pytest.approx(trained)
+        assert row["perf/rollout_tokens_per_second"] * seconds["rollout"] == pytest.approx(trained)
+        assert row["charts/SPS"] * total == pytest.approx(16)
 
 
 def test_matrix_rate_is_a_rate(ppo):
     assert 1e8 < ppo.matrix_rate(torch.device("cpu"), torch.float32) < 1e14
 
 
+def no_compiler(*args, **kwargs):
+    raise RuntimeError("no g++")
+
+
 @pytest.mark.parametrize(("iterations", "ranks", "compiler", "expected"),
                          [(200, 1, True, "off"), (20_000, 1, True, "on"), (20_000, 64, True, "off"),
                           (20_000, 1, False, "off")])  # fmt: skip
 def test_compile_auto_is_for_long_runs_on_a_cpu(ppo, monkeypatch, capsys, iterations, ranks, compiler, expected):
-    monkeypatch.setattr(shutil, "which", lambda name: name if compiler else None)
+    monkeypatch.setattr(torch, "compile", (lambda f: f) if compiler else no_compiler)
     args = ppo.Args(num_iterations=iterations)
     plan = ppo.validate(args)
     config = make_model(ppo, 16, hidden_size=64, intermediate_size=128).config
     ppo.resolve_compile(args, config, plan, torch.device("cpu"), ranks)
-    assert args.compile == expected and ("--compile auto: on" in capsys.readouterr().out) == (expected == "on")
+    said = capsys.readouterr().out
+    assert args.compile == expected and ("--compile auto: on" in said) == (expected == "on")
+    assert ("WARNING: --compile auto: torch.compile fails here" in said and "no g++" in said) == (not compiler)
     for mode in ("on", "off"):
         args = ppo.Args(num_iterations=iterations, compile=mode)
-        ppo.resolve_compile(args, config, ppo.validate(args), torch.device("cpu"), ranks)
+        plan, works = ppo.validate(args), contextlib.nullcontext()
+        fails = pytest.raises(ppo.UserError, match=r"--compile on: torch\.compile fails here.*no g")
+        with works if compiler or mode == "off" else fails:
+            ppo.resolve_compile(args, config, plan, torch.device("cpu"), ranks)
         assert args.compile == mode
 
 
@@ -566,6 +601,7 @@ def test_compile_is_of_the_trained_blocks_and_not_of_the_copy_that_samples(ppo, 
         module._compiled_call_impl = lambda *args: calls.append(module) or module._call_impl(*args)
 
     _, plain, _ = run(**flags)
+    monkeypatch.setattr(torch, "compile", lambda f: f)  # is only tried
     monkeypatch.setattr(ppo, "compiled_step", ppo.Engine.decode_step)
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
     _, compiled, _ = run(**flags, compile="on")
@@ -578,6 +614,27 @@ def test_compile_is_of_the_trained_blocks_and_not_of_the_copy_that_samples(ppo, 
     assert_same_metrics(plain, compiled, 1e-5)
 
 
+def test_blocks_of_four_shapes_and_many_batches_stay_compiled(ppo, run, monkeypatch):
+    """They are one piece of code; beyond a number of variants the rest would run uncompiled, with a warning alone."""
+    load_models, compile = ppo.load_models, torch.nn.Module.compile
+
+    def load(*args):
+        tokenizer, actor, _, _ = load_models(*args)
+        others = (make_model(ppo, actor.config.vocab_size, **changes).config
+                  for changes in (dict(num_attention_heads=2), dict(attention_bias=True, mlp_bias=True)))  # fmt: skip
+        return tokenizer, actor, *(ppo.Transformer(config, "scalar") for config in others)
+
+    monkeypatch.setattr(ppo, "resolve_compile", lambda *args: None)  # would ask for a C++ compiler
+    monkeypatch.setattr(ppo, "compiled_step", ppo.Engine.decode_step)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **kwargs: compile(block, backend="eager", **kwargs))
+    monkeypatch.setattr(ppo, "load_models", load)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
+        for tokens in (1, 60, 200):
+            run(compile="on", kl_coef=0.1, micro_batch_tokens=tokens)
+    torch._dynamo.reset()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
 def test_compiled_blocks_train_alike(ppo, run, monkeypatch):
@@ -585,6 +642,30 @@ def test_compiled_blocks_train_alike(ppo, run, monkeypatch):
     monkeypatch.setattr(ppo, "compiled_step", ppo.Engine.decode_step)  # another test's
     _, compiled, _ = run(compile="on")
     assert_same_metrics(plain, compiled, 1e-4)
+
+
+def test_environments_are_closed_however_a_run_ends(ppo, run, monkeypatch):
+    monkeypatch.setattr(environments.TextEnv, "close", lambda env: closed.append(env))
+    for env_id, ends in (("Plain", contextlib.nullcontext()), ("Raises", pytest.raises(ppo.UserError))):
+        closed = []
+        with ends:
+            run(env_id=f"environments:{env_id}-v0")
+        rows = [ppo.episodes_at_once(ppo.Args(), episodes) for episodes in (16, 2)]
+        assert len(closed) == len(set(closed)) == sum(rows)
+
+
+def test_demonstrations_that_are_cut_are_counted(run, capsys):
+    run(sft_steps=2, sft_batch_size=5, max_new_tokens=4)
+    assert "cut to" not in capsys.readouterr().out
+    run(sft_steps=2, sft_batch_size=5, max_new_tokens=3)  # "fab" and eos are four
+    assert "10 were cut to --max-new-tokens 3" in capsys.readouterr().out
+
+
+def test_what_is_not_finite_stays_out_of_tensorboard(ppo, run, monkeypatch):
+    _, rows, _ = run(rollout_batch_size=1, n_samples_per_prompt=1, train_batch_size=1, max_new_tokens=1)
+    assert "losses/explained_variance" not in rows[0]  # NaN, of a single token
+    logged = {call.args[0]: call.args[1] for call in ppo.SummaryWriter.return_value.add_scalar.call_args_list}
+    assert set(logged) > {"objective/reward", "losses/value_loss"} and all(map(math.isfinite, logged.values()))
 
 
 @pytest.mark.both
