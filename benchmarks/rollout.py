@@ -138,7 +138,7 @@ def main():
     bench = Bench(**settings)
     print(f"{', '.join(f'{key} {value}' for key, value in settings['shape'].items())}; {settings['dtype']}, prompts of "
           f"{settings['prompt']} tokens, responses of at most {settings['longest']}; {common.hardware(transformers)}; "
-          f"{settings['pairs']} pairs of runs, 3 where lengths are neither log-normal nor N = B\n")  # fmt: skip
+          f"{settings['pairs']} pairs of runs for log-normal lengths, 3 else, {5 * settings['pairs']} for N = B\n")
     common.table(COLUMNS)
     for slots, waves in settings["runs"]:
         warm = common.forced_lengths("uniform", slots, 4, 8)
@@ -152,8 +152,10 @@ def main():
         cases = [(name, waves) for name in ("log-normal", "exponential", "uniform", "90 / 10", "constant")]
         for name, times in [*cases, ("constant", 1)]:
             lengths = common.forced_lengths(name, slots * times, settings["mean"], settings["longest"])
-            runs, best = {side: [] for side in (*SIDES, "peer")}, None
-            for _ in range(settings["pairs"] if name == "log-normal" or times == 1 else min(3, settings["pairs"])):
+            runs, best, pairs = {side: [] for side in (*SIDES, "peer")}, None, settings["pairs"]
+            if name != "log-normal":  # with N = B runs are short, and little is to be told apart
+                pairs = 5 * pairs if times == 1 else min(3, pairs)
+            for _ in range(pairs):
                 for side in SIDES:
                     runs[side].append(bench.run(side, lengths, slots))
                 if best is None:
