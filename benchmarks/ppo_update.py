@@ -61,6 +61,17 @@ class ForcedLengths(transformers.LogitsProcessor):
         return scores
 
 
+class ForcedEngine(ppo_llm.Engine):
+    """Of one type throughout, since compiled code is tied to it."""
+
+    forced = None
+
+    def __init__(self, actor, tokenizer, *rest):
+        tokenizer.stop_ids = [actor.config.vocab_size]  # never sampled
+        super().__init__(actor, tokenizer, *rest)
+        self.new_tokens = self.forced[: len(self.new_tokens)]
+
+
 class Bench:
     def __init__(self, shape, samples, minibatches, epochs, prompt, mean, longest, pairs):
         self.samples, self.minibatches, self.epochs, self.longest = samples, minibatches, epochs, longest
@@ -69,16 +80,9 @@ class Bench:
         self.prompts = common.random_prompts(self.tokenizer, samples, prompt)
         self.lengths = common.forced_lengths("log-normal", samples, mean, longest)
 
-    def ours(self) -> list[float]:
-        lengths, original = self.lengths, ppo_llm.Engine
-
-        class Engine(original):
-            def __init__(self, actor, tokenizer, *rest):
-                tokenizer.stop_ids = [actor.config.vocab_size]  # never sampled
-                super().__init__(actor, tokenizer, *rest)
-                self.new_tokens = lengths[: len(self.new_tokens)]
-
-        ppo_llm.Engine = Engine
+    def ours(self, compiled: str) -> list[float]:
+        original = ppo_llm.Engine
+        ForcedEngine.forced, ppo_llm.Engine = self.lengths, ForcedEngine
         try:
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
                 ppo_llm.train(ppo_llm.Args(
@@ -86,7 +90,7 @@ class Bench:
                     log_dir=folder, run_name="run", num_iterations=2, rollout_batch_size=self.samples,
                     rollout_slots=self.samples, train_batch_size=self.samples // self.minibatches,
                     ppo_epochs=self.epochs, kl_coef=0.05, max_prompt_tokens=len(self.prompts[0]),
-                    max_new_tokens=self.longest, eval_episodes=1, save_every=0, compile="off",
+                    max_new_tokens=self.longest, eval_episodes=1, save_every=0, compile=compiled,
                     micro_batch_tokens=2048))  # fmt: skip
                 row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
         finally:
@@ -156,18 +160,21 @@ def main():
     sizes = ", ".join(f"{key} {value}" for key, value in settings.items() if key != "shape")
     shape = ", ".join(f"{key} {value}" for key, value in settings["shape"].items())
     print(f"{shape}; {sizes}; {sum(bench.lengths)} response tokens; {common.hardware(transformers, trl)}\n")
-    runs, steps, step = {"ours": [], "TRL": []}, [0], torch.optim.AdamW.step
+    runs, steps, step = {"ours": [], "--compile on": [], "TRL": []}, [0], torch.optim.AdamW.step
     torch.optim.AdamW.step = lambda *args, **kwargs: (steps.__setitem__(0, steps[0] + 1), step(*args, **kwargs))[1]
+    sides = [("ours", lambda: bench.ours("off"), 2), ("--compile on", lambda: bench.ours("on"), 2),
+             ("TRL", bench.trl, 1)]  # one optimizer for both  # fmt: skip
+    bench.ours("on")  # compiles
     for _ in range(settings["pairs"]):
-        for name, run, models in (("ours", bench.ours, 2), ("TRL", bench.trl, 1)):  # TRL has one optimizer for both
+        for name, run, models in sides:
             steps[0] = 0
             runs[name].append(run())
             assert steps[0] == 2 * models * settings["epochs"] * settings["minibatches"], steps
-    common.table(["seconds, median (range)", "ours", "TRL", "TRL / ours"])
+    common.table(["seconds, median (range)", *runs, "TRL / ours", "TRL / --compile on"])
     for i, phase in enumerate(PHASES):
-        ours, theirs = ([run[i] for run in runs[side]] for side in runs)
-        ratio = [b / a for a, b in zip(ours, theirs, strict=True)]
-        common.line([phase, common.spread(ours), common.spread(theirs), common.spread(ratio)])
+        *ours, theirs = ([run[i] for run in runs[side]] for side in runs)
+        ratios = [[b / a for a, b in zip(side, theirs, strict=True)] for side in ours]
+        common.line([phase, *map(common.spread, [*ours, theirs, *ratios])])
 
 
 if __name__ == "__main__":
