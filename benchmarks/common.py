@@ -42,7 +42,7 @@ def spread(values: list[float]) -> str:
 
 
 def operators(run, most: int = 7) -> str:
-    """The operators that take most of the time of run(), which may wait for none, and their share."""
+    """The operators that take most of the time of run() on the CPU, and their shares of it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     times = collections.Counter()
