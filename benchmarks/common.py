@@ -1,12 +1,14 @@
 """What the benchmarks share: the same random Qwen2 on both sides, prompts, forced lengths, and how numbers are said."""
 
 import collections
+import contextlib
 import functools
 import platform
 import re
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import gymnasium as gym
@@ -105,6 +107,34 @@ def forced_lengths(name: str, samples: int, mean: int, longest: int) -> list[int
         "90 / 10": torch.where(u < 0.9, mean / 3, 7.0 * mean),
     }[name]
     return lengths.round().clamp(1, longest).int().tolist()
+
+
+@functools.cache  # one class a module: compiled code is tied to the type of its engine
+def forced_engine(ppo):
+    class Engine(ppo.Engine):
+        def __init__(self, actor, tokenizer, *rest):
+            tokenizer.stop_ids = [actor.config.vocab_size]  # never sampled
+            super().__init__(actor, tokenizer, *rest)
+            self.new_tokens = Engine.forced[: len(self.new_tokens)]
+
+        def decode_block(self):
+            start, rows = time.perf_counter(), len(self.decoding)
+            ended = super().decode_block()  # reads its tokens, so it has ended
+            Engine.blocks.append((start, time.perf_counter(), rows))
+            return ended
+
+    return Engine
+
+
+@contextlib.contextmanager
+def forced(ppo, lengths: list[int]):
+    """Within, sample i of a rollout gets lengths[i] tokens. Gives a list of decode blocks: start, end, rows."""
+    engine, original = forced_engine(ppo), ppo.Engine
+    engine.forced, engine.blocks, ppo.Engine = list(lengths), [], engine
+    try:
+        yield engine.blocks
+    finally:
+        ppo.Engine = original
 
 
 class Prompts(gym.Env):

@@ -8,7 +8,6 @@ First the copy bandwidth and the rate of large matrix products on this device. A
 reading the weights and all live keys and values at that bandwidth, or its arithmetic at that rate. Random weights.
 """
 
-import functools
 import json
 import statistics
 import sys
@@ -50,31 +49,12 @@ def copy_bandwidth() -> float:
     return 2 * a.nbytes / min(seconds(lambda: b.copy_(a)) for _ in range(5))
 
 
-@functools.cache  # one class a module: compiled code is tied to the type of its engine
-def timed_engine(ppo):
-    class Engine(ppo.Engine):
-        lengths, decoding, steps = None, 0.0, 0
-
-        def __init__(self, *rest):
-            super().__init__(*rest)
-            self.new_tokens = list(Engine.lengths)
-
-        def decode_block(self):
-            start = time.perf_counter()
-            ended = super().decode_block()  # reads its tokens, so it has ended
-            Engine.decoding += time.perf_counter() - start
-            return ended
-
-    return Engine
-
-
 class Bench:
     """A random Qwen2 here and, if asked for, in transformers; prompts of the given lengths."""
 
     def __init__(self, shape: dict, peer: bool = False):
         raw = dict(model_type="qwen2", tie_word_embeddings=True, max_position_embeddings=4096, **shape)
         self.config, self.tokenizer = ppo_llm.ModelConfig.from_hf(raw), common.character_tokenizer(shape["vocab_size"])
-        self.tokenizer.stop_ids = [shape["vocab_size"]]  # never sampled
         self.actor = ppo_llm.unsharded(self.config, DEVICE, DTYPE)
         torch.manual_seed(0)
         for name, p in self.actor.named_parameters():
@@ -88,25 +68,18 @@ class Bench:
         """Seconds of a rollout, medians of three after one that warms up, of its decoding, and its decode steps."""
         texts = common.random_prompts(self.tokenizer, len(prompts), max(prompts))
         sizes = dict(max_prompt_tokens=max(prompts), max_new_tokens=max(lengths), rollout_slots=slots)
-        args, engine, original = ppo.Args(compile=compiled, **sizes), timed_engine(ppo), ppo.Engine
-        engine.lengths, runs, count = lengths, [], ppo.episodes_at_once(args, len(lengths))
+        args, rows, runs = ppo.Args(compile=compiled, **sizes), range(len(lengths)), []
+        prompts, count = [t[:n] for t, n in zip(texts, prompts, strict=True)], ppo.episodes_at_once(args, len(rows))
 
         def run():
-            envs = [ppo.EnvThread(common.Prompts([t[:n] for t, n in zip(texts, prompts, strict=True)]), 60)
-                    for _ in range(count)]  # fmt: skip
-            rows = range(len(lengths))
-            batch = ppo.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0)
-            engine.steps = batch.stats["rollout/decode_steps"]
+            envs = [ppo.EnvThread(common.Prompts(prompts), 60) for _ in range(count)]
+            ppo.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0)
 
-        ppo.Engine = engine
-        try:
-            for _ in range(4):
-                engine.decoding = 0.0
-                runs.append((seconds(run), engine.decoding))
-        finally:
-            ppo.Engine = original
+        for _ in range(4):
+            with common.forced(ppo, lengths) as blocks:
+                runs.append((seconds(run), sum(end - start for start, end, _ in blocks)))
         total, decoding = (statistics.median(column) for column in zip(*runs[1:], strict=True))
-        return {"seconds": total, "decoding": decoding, "steps": engine.steps}
+        return {"seconds": total, "decoding": decoding, "steps": len(blocks) * (1 if SMOKE else 8)}
 
     def generate(self, rows: int, cache: str | None) -> float:
         ids = torch.randint(3, self.config.vocab_size, (rows, PROMPT), device=DEVICE)
@@ -174,20 +147,11 @@ def iteration() -> None:
     lengths, tokenizer = common.forced_lengths("log-normal", samples, mean, 8 * mean), common.character_tokenizer(
         shape["vocab_size"])  # fmt: skip
 
-    original = continuous.Engine
-
-    class Engine(original):
-        def __init__(self, actor, tokenizer, *rest):
-            tokenizer.stop_ids = [actor.config.vocab_size]
-            super().__init__(actor, tokenizer, *rest)
-            self.new_tokens = lengths[: len(self.new_tokens)]
-
     common.gym.register("Prompts-v0", entry_point=common.Prompts)
     prompts = json.dumps({"prompts": common.random_prompts(tokenizer, samples // 4, PROMPT)})
-    continuous.Engine = Engine
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, common.forced(continuous, lengths):
         common.write_checkpoint(f"{folder}/model", tokenizer, PROMPT + 8 * mean, shape)
         continuous.train(continuous.Args(
             model=f"{folder}/model", env_id="Prompts-v0", env_kwargs=prompts, log_dir=folder, run_name="run",
@@ -196,7 +160,6 @@ def iteration() -> None:
             max_prompt_tokens=PROMPT, max_new_tokens=8 * mean, eval_episodes=1, device=DEVICE.type,
             compile="off" if SMOKE else "on"))  # fmt: skip
         row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
-    continuous.Engine = original
     made = sum(lengths) / samples
     print(f"\none iteration, {name}, {samples} samples, prompts of {PROMPT}, responses of mean {made:.0f}\n")
     keys = [key for key in row if key.startswith(("time/", "perf/")) and key != "time/ranks"]

@@ -61,17 +61,6 @@ class ForcedLengths(transformers.LogitsProcessor):
         return scores
 
 
-class ForcedEngine(ppo_llm.Engine):
-    """Of one type throughout, since compiled code is tied to it."""
-
-    forced = None
-
-    def __init__(self, actor, tokenizer, *rest):
-        tokenizer.stop_ids = [actor.config.vocab_size]  # never sampled
-        super().__init__(actor, tokenizer, *rest)
-        self.new_tokens = self.forced[: len(self.new_tokens)]
-
-
 class Bench:
     def __init__(self, shape, samples, minibatches, epochs, prompt, mean, longest, pairs):
         self.samples, self.minibatches, self.epochs, self.longest = samples, minibatches, epochs, longest
@@ -81,20 +70,16 @@ class Bench:
         self.lengths = common.forced_lengths("log-normal", samples, mean, longest)
 
     def ours(self, compiled: str) -> list[float]:
-        original = ppo_llm.Engine
-        ForcedEngine.forced, ppo_llm.Engine = self.lengths, ForcedEngine
-        try:
-            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-                ppo_llm.train(ppo_llm.Args(
-                    model=self.folder, env_id="Even-v0", env_kwargs=json.dumps({"prompts": self.prompts}),
-                    log_dir=folder, run_name="run", num_iterations=2, rollout_batch_size=self.samples,
-                    rollout_slots=self.samples, train_batch_size=self.samples // self.minibatches,
-                    ppo_epochs=self.epochs, kl_coef=0.05, max_prompt_tokens=len(self.prompts[0]),
-                    max_new_tokens=self.longest, eval_episodes=1, save_every=0, compile=compiled,
-                    micro_batch_tokens=2048))  # fmt: skip
-                row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
-        finally:
-            ppo_llm.Engine = original
+        silence = contextlib.redirect_stdout(io.StringIO())
+        with tempfile.TemporaryDirectory() as folder, silence, common.forced(ppo_llm, self.lengths):
+            ppo_llm.train(ppo_llm.Args(
+                model=self.folder, env_id="Even-v0", env_kwargs=json.dumps({"prompts": self.prompts}),
+                log_dir=folder, run_name="run", num_iterations=2, rollout_batch_size=self.samples,
+                rollout_slots=self.samples, train_batch_size=self.samples // self.minibatches,
+                ppo_epochs=self.epochs, kl_coef=0.05, max_prompt_tokens=len(self.prompts[0]),
+                max_new_tokens=self.longest, eval_episodes=1, save_every=0, compile=compiled,
+                micro_batch_tokens=2048))  # fmt: skip
+            row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
         seconds = {name: row[f"time/{name}"] for name in ("rollout", "score", "critic", "actor", "diagnose")}
         return [seconds["rollout"], seconds["score"], seconds["critic"] + seconds["actor"], sum(seconds.values())]
 

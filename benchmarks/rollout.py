@@ -1,6 +1,6 @@
 """Rollout in waves (ppo_llm.py) against continuous batching (ppo_llm_continuous_batching.py) and transformers' own.
 
-    python benchmarks/rollout.py              # CPU, one thread, a few minutes; also draws benchmarks/occupancy.png
+    python benchmarks/rollout.py              # CPU, one thread, half an hour; also draws benchmarks/occupancy.png
     python benchmarks/rollout.py cuda         # a 0.5B shape in bfloat16, 64 and 256 slots
     python benchmarks/rollout.py smoke        # a few seconds: does it run
 
@@ -8,7 +8,6 @@ One process, the same random Qwen2-shaped weights, prompts and forced lengths on
 decode in turn. Steps are counted, and predicted by `simulate.py`; tokens per second and ratios are medians.
 """
 
-import functools
 import logging
 import statistics
 import sys
@@ -24,7 +23,7 @@ from common import ppo_llm, spread
 import ppo_llm_continuous_batching
 
 SIDES = {"waves": ppo_llm, "continuous": ppo_llm_continuous_batching}
-CPU = dict(device="cpu", dtype=torch.float32, pairs=5, prompt=32, mean=64, longest=256, runs=[(32, 8)],
+CPU = dict(device="cpu", dtype=torch.float32, pairs=15, prompt=32, mean=64, longest=256, runs=[(32, 8)],
            shape=common.SMALL)  # fmt: skip
 CUDA = dict(device="cuda", dtype=torch.bfloat16, pairs=3, prompt=128, mean=256, longest=2048, runs=[(64, 8), (256, 4)],
             shape=common.QWEN_05B)  # fmt: skip
@@ -34,22 +33,6 @@ COLUMNS = ("lengths", "samples / slots", "tokens/s: waves", "continuous", "trans
            "occupancy: waves", "continuous", "gain", "ideal gain", "gain / ideal", "continuous / transformers")
 
 
-@functools.cache  # one class a module: compiled code is tied to the type of its engine
-def traced_engine(ppo):
-    class Engine(ppo.Engine):
-        lengths, trace = None, None
-
-        def __init__(self, *rest):
-            super().__init__(*rest)
-            self.new_tokens = list(Engine.lengths)
-
-        def decode_block(self):
-            Engine.trace.append((time.perf_counter(), len(self.decoding)))
-            return super().decode_block()
-
-    return Engine
-
-
 class Bench:
     """One model and its prompts; `run` times a rollout of forced lengths, on any side."""
 
@@ -57,7 +40,6 @@ class Bench:
         self.device, self.longest, folder = device, longest, common.temporary_folder().name
         self.tokenizer = common.character_tokenizer(shape["vocab_size"])
         common.write_checkpoint(folder, self.tokenizer, prompt + longest, shape)
-        self.tokenizer.stop_ids = [shape["vocab_size"]]  # never sampled
         self.prompts = common.random_prompts(self.tokenizer, max(slots * waves for slots, waves in runs), prompt)
         self.args = ppo_llm_continuous_batching.Args(max_prompt_tokens=prompt, max_new_tokens=longest,
                                                      compile="on" if device == "cuda" else "off")  # fmt: skip
@@ -70,23 +52,17 @@ class Bench:
 
     def run(self, name: str, lengths: list[int], slots: int) -> dict:
         """Seconds, tokens [N, T], stats, and the rows that decode over time of a rollout by `ppo_llm*.py`."""
-        ppo, trace = SIDES[name], []
-        Engine, original = traced_engine(ppo), ppo.Engine
-        Engine.lengths, Engine.trace, self.args.rollout_slots = lengths, trace, slots
+        ppo, self.args.rollout_slots, seeds = SIDES[name], slots, range(len(lengths))
         self.synchronize()
         start = time.perf_counter()
-        try:
-            ppo.Engine = Engine
+        with common.forced(ppo, lengths) as blocks:
             count = ppo.episodes_at_once(self.args, len(lengths))
             envs = [ppo.EnvThread(common.Prompts(self.prompts), 60) for _ in range(count)]
-            seeds = range(len(lengths))
             batch = ppo.rollout(self.actors[name], self.tokenizer, envs, seeds, seeds, self.args, 0, greedy=True)
-        finally:
-            ppo.Engine = original
         self.synchronize()
         end = time.perf_counter()
         assert batch.mask.sum(1).tolist() == lengths
-        trace = [(t - start, rows) for t, rows in [*trace, (end, 0)]]
+        trace = [(began - start, rows) for began, _, rows in blocks] + [(end - start, 0)]
         return {"seconds": end - start, "batch": batch, "trace": trace, **batch.stats}
 
     def run_peer(self, attention: str, lengths: list[int], slots: int) -> dict:
@@ -138,7 +114,7 @@ def main():
     bench = Bench(**settings)
     print(f"{', '.join(f'{key} {value}' for key, value in settings['shape'].items())}; {settings['dtype']}, prompts of "
           f"{settings['prompt']} tokens, responses of at most {settings['longest']}; {common.hardware(transformers)}; "
-          f"{settings['pairs']} pairs of runs for log-normal lengths, 3 else, {5 * settings['pairs']} for N = B\n")
+          f"{settings['pairs']} pairs of runs for log-normal lengths, 3 else, {2 * settings['pairs']} for N = B\n")
     common.table(COLUMNS)
     for slots, waves in settings["runs"]:
         warm = common.forced_lengths("uniform", slots, 4, 8)
@@ -154,7 +130,7 @@ def main():
             lengths = common.forced_lengths(name, slots * times, settings["mean"], settings["longest"])
             runs, best, pairs = {side: [] for side in (*SIDES, "peer")}, None, settings["pairs"]
             if name != "log-normal":  # with N = B runs are short, and little is to be told apart
-                pairs = 5 * pairs if times == 1 else min(3, pairs)
+                pairs = 2 * pairs if times == 1 else min(3, pairs)
             for _ in range(pairs):
                 for side in SIDES:
                     runs[side].append(bench.run(side, lengths, slots))
