@@ -1969,20 +1969,20 @@ def resolve_compile(args: Args, config: ModelConfig, plan: Plan, device: torch.d
     rows = torch.full((plan.samples_per_iteration,), args.max_prompt_tokens + args.max_new_tokens)  # at most
     passes = 4 + 3 * (args.ppo_epochs + args.critic_epochs)
     flops = args.num_iterations * passes * forward_flops(config, rows, len(rows) * args.max_new_tokens)
-    flag, repays = args.compile, device.type == "cuda" or flops / ranks / 5e10 > 1800
-    args.compile = "on" if flag == "on" or (flag == "auto" and repays) else "off"
+    asked, repays = args.compile, device.type == "cuda" or flops / ranks / 5e10 > 1800
+    args.compile = "on" if asked == "on" or (asked == "auto" and repays) else "off"
     if args.compile == "off":
         return
     try:
-        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
-    except Exception as error:
-        problem = UserError(f"--compile {flag}: torch.compile fails here; it needs a C++ compiler and Python's headers "
-                            f"({type(error).__name__}: {error!s:.200})")  # fmt: skip
-        if flag == "on":
-            raise problem from error
+        with blame(f"--compile {asked}: torch.compile fails here; it needs a C++ compiler and Python's headers"):
+            torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
+    except UserError as problem:
+        if asked == "on":
+            raise
         args.compile = "off"
         say(f"WARNING: {problem}. The run is not compiled")
-    if args.compile == "on" and flag == "auto" and device.type == "cpu":
+        return
+    if asked == "auto" and device.type == "cpu":
         say("--compile auto: on, for a run this long; the first iteration takes a minute or two more")
 
 
