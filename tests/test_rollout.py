@@ -487,6 +487,27 @@ def test_failure_names_environment_sample_seed_and_prompt(ppo, tokenizer, env, r
     assert "\n" not in str(error.value)
 
 
+def test_memory_for_the_cache_is_looked_up_when_the_weights_are_packed(ppo, tokenizer, monkeypatch):
+    """Packed weights take as much again; looked up before, a cache could be called fitting that does not."""
+    monkeypatch.setattr(ppo, "compiled_step", ppo.Engine.decode_step)
+    actor, seen = random_model(ppo, tokenizer), []
+    linears, free_memory = [module for module in actor.modules() if isinstance(module, ppo.Linear)], ppo.free_memory
+    watch = lambda device: seen.append(all(linear.packed is not None for linear in linears)) or free_memory(device)
+    monkeypatch.setattr(ppo, "free_memory", watch)
+    run(ppo, actor, tokenizer, "Plain", compile="on")
+    assert seen == [True]
+
+
+def test_state_of_the_rows_is_in_tensors_of_its_own(ppo, tokenizer, monkeypatch):
+    """Views of one tensor would be told apart by their offsets, for which torch.compile compiles again and again."""
+    engines, block = [], ppo.Engine.decode_block
+    monkeypatch.setattr(ppo.Engine, "decode_block", lambda engine: engines.append(engine) or block(engine))
+    run(ppo, random_model(ppo, tokenizer), tokenizer, "Plain")
+    engine = engines[0]
+    state = (engine.sample, engine.length, engine.limit, engine.alive, engine.tokens, engine.mask, engine.logprobs)
+    assert len({x.untyped_storage().data_ptr() for x in state}) == len(state)
+
+
 def test_failure_names_its_own_sample_among_others(ppo, tokenizer):
     envs = make_envs("Constant", 4, reward=math.nan, first=5)
     with pytest.raises(ppo.UserError, match=r"sample 5 with seed 5, prompt 'face='"):
