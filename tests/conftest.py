@@ -5,6 +5,7 @@ both, as test_diff.py makes sure.
 """
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,9 @@ SCRIPTS = ("ppo_llm", "ppo_llm_continuous_batching")
 
 
 def pytest_configure(config):
+    if hasattr(config, "workerinput"):  # one of several, which share the cores
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
     config.addinivalue_line("markers", "slow: takes more than a few seconds; left out unless --slow is given")
     config.addinivalue_line("markers", "shared: about what is the same in both scripts; runs on the first")
     config.addinivalue_line("markers", "both: runs on both scripts in a module that is marked `shared`")
