@@ -480,7 +480,9 @@ class Attention(nn.Module):
         # With a mask, `enable_gqa` takes the slow math kernel: the G query heads of a key head become queries of it.
         k, v = cache.update(self.layer, k, v, positions)  # [B, Hkv, S, D]
         q = q.view(B, T, self.Hkv, -1, self.D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = torch.cat([  # of one half of the rows, then of the other, whose longest may be shorter
+            F.scaled_dot_product_attention(q[a:b], k[a:b, :, :live], v[a:b, :, :live], attn_mask=mask[a:b, ..., :live])
+            for a, b, live in cache.parts])  # fmt: skip
         out = out.view(B, self.Hkv, -1, T, self.D).permute(0, 3, 1, 2, 4)  # [B, T, Hkv, G, D]
         return self.o_proj(out.flatten(2))
 
@@ -652,9 +654,12 @@ class KVCache:
         self.size, self.all_rows = size, torch.arange(rows, device=device)
         self.look_at(size + 1)
 
-    def look_at(self, live: int, rows: Tensor | None = None) -> None:
-        """The next forwards are of `rows` (default all) and attend to the first `live` positions."""
-        self.live, self.rows = min(live, self.size + 1), rows
+    def look_at(self, *lives: int, rows: Tensor | None = None) -> None:
+        """The next forwards are of `rows` (default all) in as many parts as `lives`, the positions they attend to."""
+        count, n = len(self.all_rows if rows is None else rows), len(lives)
+        lives = [min(-(-live // 16) * 16, self.size + 1) for live in lives]  # in steps: fewer shapes
+        parts = ((count * i // n, count * (i + 1) // n, live) for i, live in enumerate(lives))
+        self.parts, self.live, self.rows = [part for part in parts if part[0] < part[1]], max(lives), rows
 
     def mask(self, positions: Tensor) -> Tensor:
         """[B, T, live]: a query sees positions up to its own; what an earlier sample left behind lies beyond.
@@ -773,7 +778,7 @@ class Engine:
         positions = torch.where(positions < length[:, None] - 1, positions, self.S)
         parts = torch.arange(len(rows), device=rows.device).split(max(1, self.args.micro_batch_tokens // max(1, width)))
         for part in parts if width else ():
-            self.cache.look_at(live, rows[part])
+            self.cache.look_at(live, rows=rows[part])
             self.actor(tokens[part], positions[part], self.cache, select=rows[:0])  # no logits wanted
         for slot in slots:
             self.cached[slot] = len(self.ids[slot]) - 1
@@ -782,9 +787,9 @@ class Engine:
         self.start_decoding(slots)
 
     def copy_rows(self, copies: list[tuple[int, int]]) -> None:
-        """For each (target, source) copy the keys and values that the target needs, of a prompt."""
+        """For each (target, source) copy the keys and values of the text that the target holds."""
         if copies:
-            (targets, sources), live = self.tensor(copies).T, max(self.cached[target] for target, _ in copies)
+            (targets, sources), live = self.tensor(copies).T, max(len(self.ids[target]) for target, _ in copies)
             for buffer in itertools.chain(*self.cache.layers):
                 buffer[targets, :, :live] = buffer[sources, :, :live]
 
@@ -818,8 +823,10 @@ class Engine:
     @torch.no_grad()
     def decode_block(self) -> list[int]:
         """Decode K tokens, then read them in one go; returns the slots whose turn has ended."""
-        live = max(len(self.ids[slot]) for slot in self.decoding) + self.K
-        self.cache.look_at(-(-live // 16) * 16)
+        lives = [len(self.ids[slot]) + self.K if slot in self.decoding else 1 for slot in range(self.slots)]
+        # Compiled code takes all rows at once: else it would be made anew for either half being the shorter one.
+        halves = [lives] if self.compiled else [lives[: self.slots // 2] or [1], lives[self.slots // 2 :]]
+        self.cache.look_at(*map(max, halves))
         step = compiled_step if self.compiled else Engine.decode_step
         block = torch.stack([step(self) for _ in range(self.K)], dim=1).tolist()  # [B, K]
         ended, self.counts["row_steps"] = [], self.counts["row_steps"] + self.K * self.slots

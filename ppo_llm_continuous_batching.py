@@ -1,8 +1,7 @@
 """PPO for language models, in one file and in plain PyTorch, with a rollout that refills a slot the moment it is free.
 
-This is `ppo_llm.py` with continuous batching: where that file samples in waves, each as long as its longest response,
-here the next sample takes over a row of the KV cache as soon as one ends. The files differ in this docstring, in
-`--prefill-tokens`, and in section 4: `prefill`, `rollout` and what they need. The samples are the same.
+This is `ppo_llm.py` with continuous batching: that file samples in waves, here the next sample begins as soon as one
+ends. They differ in this docstring, `--prefill-tokens` and section 4: `prefill`, `rollout` and what they need.
 
 A language model (the actor) answers the prompts of a text environment, the environment rewards the answers, and
 Proximal Policy Optimization (https://arxiv.org/abs/1707.06347) makes rewarded tokens more likely. A second transformer
@@ -10,7 +9,6 @@ Proximal Policy Optimization (https://arxiv.org/abs/1707.06347) makes rewarded t
 rollout is used for `ppo_epochs` epochs of minibatches. It is the PPO of Atari: actions are tokens, states are texts.
 
     python ppo_llm_continuous_batching.py    # --help and all flags as there, and --prefill-tokens
-    torchrun --nproc-per-node 8 ppo_llm_continuous_batching.py --model DIR ...
 
 Words. The *actor* is trained, and it also samples: there is no separate "old model". The *old policy* is the actor as
 it was when it sampled; it exists only as `old_logprobs`. The *reference* serves the KL penalty alone. A *sample* is one
@@ -484,7 +482,9 @@ class Attention(nn.Module):
         # With a mask, `enable_gqa` takes the slow math kernel: the G query heads of a key head become queries of it.
         k, v = cache.update(self.layer, k, v, positions)  # [B, Hkv, S, D]
         q = q.view(B, T, self.Hkv, -1, self.D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = torch.cat([  # of one half of the rows, then of the other, whose longest may be shorter
+            F.scaled_dot_product_attention(q[a:b], k[a:b, :, :live], v[a:b, :, :live], attn_mask=mask[a:b, ..., :live])
+            for a, b, live in cache.parts])  # fmt: skip
         out = out.view(B, self.Hkv, -1, T, self.D).permute(0, 3, 1, 2, 4)  # [B, T, Hkv, G, D]
         return self.o_proj(out.flatten(2))
 
@@ -656,9 +656,12 @@ class KVCache:
         self.size, self.all_rows = size, torch.arange(rows, device=device)
         self.look_at(size + 1)
 
-    def look_at(self, live: int, rows: Tensor | None = None) -> None:
-        """The next forwards are of `rows` (default all) and attend to the first `live` positions."""
-        self.live, self.rows = min(live, self.size + 1), rows
+    def look_at(self, *lives: int, rows: Tensor | None = None) -> None:
+        """The next forwards are of `rows` (default all) in as many parts as `lives`, the positions they attend to."""
+        count, n = len(self.all_rows if rows is None else rows), len(lives)
+        lives = [min(-(-live // 16) * 16, self.size + 1) for live in lives]  # in steps: fewer shapes
+        parts = ((count * i // n, count * (i + 1) // n, live) for i, live in enumerate(lives))
+        self.parts, self.live, self.rows = [part for part in parts if part[0] < part[1]], max(lives), rows
 
     def mask(self, positions: Tensor) -> Tensor:
         """[B, T, live]: a query sees positions up to its own; what an earlier sample left behind lies beyond.
@@ -757,7 +760,6 @@ class Engine:
         self.holds, self.ids, self.cached, self.prompt_length = ([0] * self.rows for _ in range(4))
         self.prompt_in = [None] * self.rows  # the prompt, but its last token, whose keys the row begins with
         # A row is free, or its environment is at work ({row: call}), or it waits for its prefill, or it decodes.
-        # A spare row does not decode: it is staged until a slot is free.
         self.pending, self.waiting, self.decoding, self.staged, self.free = {}, [], [], [], list(range(self.rows))
         self.turns = [[] for _ in range(N)]  # by sample: decode blocks of each turn
         self.patience = 0.5  # seconds still to be spent on waiting for environments while rows could decode
@@ -783,8 +785,8 @@ class Engine:
         if self.patience > 0:  # while all answer at once the clock has no say in what is decoded together
             concurrent.futures.wait(self.pending.values(), timeout=self.patience)
             self.patience -= max(0.0, time.monotonic() - start - 0.001)
-        late = start - self.args.env_timeout
-        return sorted(row for row, call in self.pending.items() if call.done() or call.started <= late)
+        late = lambda call: start - call.started >= self.args.env_timeout
+        return sorted(row for row, call in self.pending.items() if call.done() or late(call))
 
     @torch.no_grad()
     def prefill(self, budget: int) -> int:
@@ -811,11 +813,10 @@ class Engine:
         self.waiting = self.waiting[len(ready) :]
         for first in range(0, len(chunks), self.R):
             part = chunks[first : first + self.R]
-            live = max(self.cached[row] for row, *_ in part)
             if self.tokens.is_cuda:
                 part += [(0, [0] * self.C, [self.S] * self.C)] * (self.R - len(part))
             rows, tokens, positions = map(self.tensor, zip(*part, strict=True))  # [R], [R, C], [R, C]
-            self.cache.look_at(-(-live // 16) * 16, rows)
+            self.cache.look_at(max(self.cached[row] for row, *_ in part), rows=rows)
             self.actor(tokens, positions, self.cache, select=rows[:0])  # no logits wanted
         self.copy_rows(copies)
         for row, source in copies:
@@ -827,19 +828,23 @@ class Engine:
     def seat(self) -> list[int]:
         """Move samples from spare rows to free slots, where they decode; returns these."""
         slots = [row for row in sorted(self.free) if row < self.slots][: len(self.staged)]
-        moves, self.staged = list(zip(slots, self.staged, strict=False)), self.staged[len(slots) :]
-        for slot, row in moves:
-            for state in (self.envs, self.holds, self.ids, self.cached, self.prompt_length):
-                state[slot], state[row] = state[row], state[slot]
-            self.free[self.free.index(slot)], self.prompt_in[slot] = row, self.prompt_in[row]
-        self.copy_rows(moves)
-        self.start_decoding(slots)
+        for slot in slots:
+            path, first_half = [slot], [row for row in self.decoding if row < self.slots // 2]
+            if slot >= self.slots // 2 and first_half:  # long rows gather in the second half
+                path.append(max(first_half, key=lambda row: len(self.ids[row])))
+            for target, row in itertools.pairwise([*path, self.staged.pop(0)]):
+                for state in (self.envs, self.holds, self.ids, self.cached, self.prompt_length):
+                    state[target], state[row] = state[row], state[target]
+                self.free[self.free.index(target)], self.prompt_in[target] = row, self.prompt_in[row]
+                self.decoding = [other for other in self.decoding if other != row]
+                self.copy_rows([(target, row)])
+                self.start_decoding([target])
         return slots
 
     def copy_rows(self, copies: list[tuple[int, int]]) -> None:
-        """For each (target, source) copy the keys and values that the target needs, of a prompt."""
+        """For each (target, source) copy the keys and values of the text that the target holds."""
         if copies:
-            (targets, sources), live = self.tensor(copies).T, max(self.cached[target] for target, _ in copies)
+            (targets, sources), live = self.tensor(copies).T, max(len(self.ids[target]) for target, _ in copies)
             for buffer in itertools.chain(*self.cache.layers):
                 buffer[targets, :, :live] = buffer[sources, :, :live]
 
@@ -873,8 +878,10 @@ class Engine:
     @torch.no_grad()
     def decode_block(self) -> list[int]:
         """Decode K tokens, then read them in one go; returns the slots whose turn has ended."""
-        live = max(len(self.ids[slot]) for slot in self.decoding) + self.K
-        self.cache.look_at(-(-live // 16) * 16)
+        lives = [len(self.ids[slot]) + self.K if slot in self.decoding else 1 for slot in range(self.slots)]
+        # Compiled code takes all rows at once: else it would be made anew for either half being the shorter one.
+        halves = [lives] if self.compiled else [lives[: self.slots // 2] or [1], lives[self.slots // 2 :]]
+        self.cache.look_at(*map(max, halves))
         step = compiled_step if self.compiled else Engine.decode_step
         block = torch.stack([step(self) for _ in range(self.K)], dim=1).tolist()  # [B, K]
         ended, self.counts["row_steps"] = [], self.counts["row_steps"] + self.K * self.slots

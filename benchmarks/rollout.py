@@ -23,7 +23,7 @@ from common import ppo_llm, spread
 import ppo_llm_continuous_batching
 
 SIDES = {"waves": ppo_llm, "continuous": ppo_llm_continuous_batching}
-CPU = dict(device="cpu", dtype=torch.float32, pairs=15, prompt=32, mean=64, longest=256, runs=[(32, 8)],
+CPU = dict(device="cpu", dtype=torch.float32, pairs=11, prompt=32, mean=64, longest=256, runs=[(32, 8)],
            shape=common.SMALL)  # fmt: skip
 CUDA = dict(device="cuda", dtype=torch.bfloat16, pairs=3, prompt=128, mean=256, longest=2048, runs=[(64, 8), (256, 4)],
             shape=common.QWEN_05B)  # fmt: skip

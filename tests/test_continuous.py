@@ -90,6 +90,26 @@ def test_runs_are_those_of_the_waves(tmp_path):
     assert logs[0] == logs[1] and len(logs[0]) == 3 and lines[0]["rollout/gain_over_static"] > 1
 
 
+def test_long_rows_gather_in_the_second_half(tokenizer, force, monkeypatch):
+    """There attention reads far, in the first half it need not."""
+    lengths = [90 if i % 24 == 0 else random.Random(i).randint(1, 15) for i in range(192)]
+    seen, block = [], continuous.Engine.decode_block
+
+    def watch(engine):
+        ended = block(engine)
+        seen.append([live for _, _, live in engine.cache.parts])
+        return ended
+
+    monkeypatch.setattr(continuous.Engine, "decode_block", watch)
+    force(continuous, lengths)
+    actor = scripted_model(continuous, tokenizer, {}, default="a")
+    sizes = dict(max_new_tokens=90, rollout_slots=16)
+    batch = run(continuous, actor, tokenizer, make_envs("Plain", 20), 192, greedy=True, **sizes)
+    assert batch.mask.sum(1).tolist() == lengths
+    first, second = (sum(column) for column in zip(*seen, strict=True))
+    assert first < 0.4 * second
+
+
 # --- In as few steps as can be ---
 
 CASES = {

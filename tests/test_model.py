@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import math
 import sys
@@ -385,12 +386,27 @@ def test_forward_with_cache_equals_the_full_forward(ppo, kind, heads):
 
 
 @torch.no_grad()
+def test_halves_of_the_rows_attend_each_up_to_its_own_longest(ppo):
+    model, tokens, lengths = random_model(ppo), torch.randint(41, (5, 45)), torch.tensor([10, 15, 3, 39, 44])
+    cache = ppo.KVCache(model.config, 5, 60)
+    positions = torch.arange(45).expand(5, -1)
+    cache.look_at(45)
+    model(tokens, torch.where(positions < lengths[:, None], positions, 60), cache)
+    for buffer in itertools.chain(*cache.layers):
+        buffer[:2, :, 16:] = buffer[:, :, 48:] = torch.nan  # which nothing may read
+    cache.look_at(16, 45)
+    last = tokens.gather(1, lengths[:, None])
+    logits, full = model(last, lengths[:, None], cache), model(tokens)
+    torch.testing.assert_close(logits[:, 0], full[torch.arange(5), lengths], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
 def test_rows_of_a_cache_can_be_filled_apart(ppo):
     model, tokens = random_model(ppo), torch.randint(41, (3, 9))
     full = model(tokens)
     cache = ppo.KVCache(model.config, 3, 12)
     for rows, width in (([2, 0], 8), ([1], 8)):
-        cache.look_at(width, torch.tensor(rows))
+        cache.look_at(width, rows=torch.tensor(rows))
         logits = model(tokens[rows, :width], torch.arange(width).expand(len(rows), -1), cache)
         torch.testing.assert_close(logits, full[rows, :width], rtol=1e-5, atol=1e-5)
     cache.look_at(9)
