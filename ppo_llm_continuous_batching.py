@@ -1345,7 +1345,8 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
          "the optimizer holds other parameters than the model: it was built before a copy, cast or wrap"),
         ("old_logprob_recomputed", s.steps > 1 and moved, devs,
          "the loss takes the current policy for the old one: record old_logprobs once, before the first update"),
-        ("bf16_underflow", half and s.changed_frac < 0.5, f"{s.changed_frac:.1%} of {s.param_dtype} parameters changed",
+        ("bf16_underflow", "bfloat16" in s.param_dtype and s.changed_frac < 0.5,
+         f"{s.changed_frac:.1%} of {s.param_dtype} parameters changed",
          "updates are rounded away: keep float32 master weights"),
         ("lr_or_clip_too_small", relative_update < 1e-6, f"relative update {relative_update:.1e}",
          "raise --actor-lr (with an optimizer like SGD also --max-grad-norm)"),
@@ -1628,8 +1629,8 @@ class RunFolder:
                     shutil.rmtree(f"{newer}.damaged", ignore_errors=True)
                     newer.rename(f"{newer}.damaged")
         # On resume TensorBoard cuts all of a folder at one step, and ratios are logged by actor step: two folders.
-        actor_steps = state["learners"]["actor"]["steps"] if state and state["learners"] else None
-        self.writers = [SummaryWriter(self.path, purge_step=state and state["iteration"]),
+        actor_steps = state["learners"]["actor"]["steps"] if state and state["learners"] else 0
+        self.writers = [SummaryWriter(self.path, purge_step=state["iteration"] if state else 0),
                         SummaryWriter(self.path / "ratios", purge_step=actor_steps)]
 
     def sizes(self) -> dict[str, int]:
@@ -2353,6 +2354,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             "perf/peak_memory_bytes": max(other["peak_memory"] for other in reports),
             **{f"eval/{name}": value for name, value in evaluation.items()},
         }
+        run.summary |= {"iterations": iteration + 1, "update_steps": of_actor["counters"]["steps"]}
         with checkpoints.on_stop(), world.agree():
             run.log(row)
             for i in range(min(args.log_completions, samples)):
@@ -2363,7 +2365,6 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                 })
             if complaint := of_actor["complaint"] or of_critic["complaint"]:
                 raise UserError(complaint)
-        run.summary |= {"iterations": iteration + 1, "update_steps": of_actor["counters"]["steps"]}
         say(f"{iteration + 1:>5}: reward {float(scores.mean()):.3f}, accuracy {row['objective/accuracy']:.1%}, "
             f"{row['objective/response_tokens']:.1f} tokens, max|ratio-1| {signals['last_dev']:.2g}, clipped "
             f"{means.get('clipfrac', 0):.1%}, explained variance {explained:.2f}, {seconds:.2f} s"

@@ -481,6 +481,13 @@ def test_resume_auto_without_a_checkpoint_starts_afresh_and_says_so(ppo, tmp_pat
         assert [row["iteration"] for row in lines(folder / "run")] == [0, 1, 2, 3]
 
 
+def test_tensorboard_forgets_what_a_fresh_start_will_write_again(ppo, tmp_path):
+    stop(ppo, tmp_path, "compute_gae", 2, save_every=0)
+    with mock.patch.object(ppo, "SummaryWriter") as writer:
+        ppo.train(ppo.Args(**SMALL, log_dir=str(tmp_path), run_name="run", resume="auto"))
+    assert [call.kwargs["purge_step"] for call in writer.call_args_list] == [0, 0]
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
 def test_a_log_that_is_shorter_than_it_was_is_not_filled_up(ppo, tmp_path, finished, name):
     """A power cut takes what the system had not written yet: checkpoints are synced, logs are not."""

@@ -219,6 +219,8 @@ def test_skipped_steps_change_nothing_and_end_the_run(ppo, causes, monkeypatch, 
     rows = [json.loads(line) for line in (tmp_path / "skips" / "metrics.jsonl").read_text().splitlines()]
     assert [(row["grad/skipped_actor"], row["param/changed_frac"]) for row in rows] == [(4, 0), (4, 0)]
     assert (tmp_path / "skips" / "checkpoints" / "iter_000002").is_dir()
+    summary = json.loads((tmp_path / "skips" / "summary.json").read_text())
+    assert (summary["iterations"], summary["update_steps"]) == (2, 8)
 
 
 def test_a_changed_cause_is_printed_again(ppo, causes, monkeypatch):
@@ -246,6 +248,10 @@ def test_a_changed_cause_is_printed_again(ppo, causes, monkeypatch):
             "bf16_underflow",
         ),
         (dict(last_dev=0.01, first_dev=0.01, post_dev=0.01, signed_t=9.0, param_dtype="torch.bfloat16"), None),
+        (
+            dict(first_dev=0.01, signed_t=0.5, compute_dtype="torch.bfloat16", changed_frac=0.01, update_norm=1e-9),
+            "lr_or_clip_too_small",
+        ),
         (dict(out_of_clip=0.95), "too_tight_clip"),
         (dict(sampler_diff=0.01), "sampler_mismatch"),
         (dict(sampler_diff=0.01, first_dev=0.01), "forward_mismatch"),
