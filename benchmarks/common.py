@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import functools
 import platform
 import re
@@ -27,13 +28,13 @@ QWEN_15B = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, 
 TINY = SMALL | dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=512)
 
 
-def hardware(*packages) -> str:
+def hardware(*packages, device: str = "cpu") -> str:
     """Device, threads and versions, also of these packages."""
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
     threads = torch.get_num_threads()
     where = f"{cpu[1] if cpu else platform.machine()}, {threads} thread{'s' * (threads > 1)}"
-    if torch.cuda.is_available():
+    if device == "cuda":
         where = torch.cuda.get_device_name()
     versions = [f"{package.__name__} {package.__version__}" for package in (torch, *packages)]
     return f"{where}; {', '.join(versions)}, Python {platform.python_version()}"
@@ -112,10 +113,13 @@ def forced_lengths(name: str, samples: int, mean: int, longest: int) -> list[int
 @functools.cache  # one class a module: compiled code is tied to the type of its engine
 def forced_engine(ppo):
     class Engine(ppo.Engine):
+        forced, blocks = (), []
+
         def __init__(self, actor, tokenizer, *rest):
+            tokenizer = copy.copy(tokenizer)
             tokenizer.stop_ids = [actor.config.vocab_size]  # never sampled
             super().__init__(actor, tokenizer, *rest)
-            self.new_tokens = Engine.forced[: len(self.new_tokens)]
+            self.new_tokens = [Engine.forced[i] for i in self.sample_ids]
 
         def decode_block(self):
             start, rows = time.perf_counter(), len(self.decoding)

@@ -63,7 +63,7 @@ def main():
     sizes = ", ".join(f"{key} {value}" for key, value in settings["shape"].items())
     print(f"{sizes}; {settings['rows']} rows, {settings['prompt']} + {settings['new']} tokens; "
           f"{common.hardware(transformers)}; medians of {settings['pairs']} runs of each\n")  # fmt: skip
-    common.table(["dtype", "side", "same greedy tokens", "tokens/s", "of the better `generate`"])
+    common.table(["dtype", "side", "same greedy tokens", "tokens/s", "of the best `generate`"])
     for dtype in (torch.float32, torch.bfloat16):
         sides = Sides(dtype, **settings)
         runs = {"ours": lambda: sides.ours(False, False), "weights packed": lambda: sides.ours(False, True),

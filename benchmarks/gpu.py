@@ -64,22 +64,23 @@ class Bench:
                 self.peer = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**raw)).to(DTYPE).eval()
             self.peer.load_state_dict(self.actor.state_dict())
 
-    def ours(self, ppo, slots: int, prompts: list[int], lengths: list[int], compiled: str) -> dict:
-        """Seconds of a rollout, medians of three after one that warms up, of its decoding, and its decode steps."""
-        texts = common.random_prompts(self.tokenizer, len(prompts), max(prompts))
-        sizes = dict(max_prompt_tokens=max(prompts), max_new_tokens=max(lengths), rollout_slots=slots)
-        args, rows, runs = ppo.Args(compile=compiled, **sizes), range(len(lengths)), []
-        prompts, count = [t[:n] for t, n in zip(texts, prompts, strict=True)], ppo.episodes_at_once(args, len(rows))
+    def ours(self, ppo, slots: int, prompt_lengths: list[int], lengths: list[int], compiled: str) -> dict:
+        """Medians of three rollouts after a warm-up: seconds, those of decoding; and the number of decode steps."""
+        texts = common.random_prompts(self.tokenizer, len(lengths), max(prompt_lengths))
+        prompts = [text[:n] for text, n in zip(texts, prompt_lengths, strict=True)]
+        sizes = dict(max_prompt_tokens=max(prompt_lengths), max_new_tokens=max(lengths), rollout_slots=slots)
+        args, rows, runs, stats = ppo.Args(compile=compiled, **sizes), range(len(lengths)), [], {}
+        count = ppo.episodes_at_once(args, len(rows))
 
         def run():
             envs = [ppo.EnvThread(common.Prompts(prompts), 60) for _ in range(count)]
-            ppo.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0)
+            stats.update(ppo.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0).stats)
 
         for _ in range(4):
             with common.forced(ppo, lengths) as blocks:
                 runs.append((seconds(run), sum(end - start for start, end, _ in blocks)))
         total, decoding = (statistics.median(column) for column in zip(*runs[1:], strict=True))
-        return {"seconds": total, "decoding": decoding, "steps": len(blocks) * (1 if SMOKE else 8)}
+        return {"seconds": total, "decoding": decoding, "steps": stats["rollout/decode_steps"]}
 
     def generate(self, rows: int, cache: str | None) -> float:
         ids = torch.randint(3, self.config.vocab_size, (rows, PROMPT), device=DEVICE)
@@ -168,11 +169,13 @@ def iteration() -> None:
 
 def main():
     parts = {"roofline": roofline, "ladder": ladder, "workload": workload, "iteration": iteration}
+    if unknown := {*sys.argv[1:]} - {*parts, "smoke"}:
+        sys.exit(f"{', '.join(unknown)}: must be among {', '.join(parts)}, smoke")
     transformers.logging.set_verbosity_error()
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # else the rest would run uncompiled, with a warning alone
     bandwidth, rate = copy_bandwidth(), ppo_llm.matrix_rate(DEVICE, DTYPE)
-    print(f"{common.hardware(transformers)}, {DTYPE}; copies {bandwidth / 1e9:,.0f} GB/s, matrix products "
-          f"{rate / 1e12:,.2f} TFLOP/s\n", flush=True)  # fmt: skip
+    print(f"{common.hardware(transformers, device=DEVICE.type)}, {DTYPE}; copies {bandwidth / 1e9:,.0f} GB/s, "
+          f"matrix products {rate / 1e12:,.2f} TFLOP/s\n", flush=True)  # fmt: skip
     for name, part in parts.items():
         if name in sys.argv or not set(parts) & set(sys.argv):
             part(*([bandwidth, rate] if part is roofline else []))

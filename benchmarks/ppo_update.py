@@ -78,7 +78,7 @@ class Bench:
                 rollout_slots=self.samples, train_batch_size=self.samples // self.minibatches,
                 ppo_epochs=self.epochs, kl_coef=0.05, max_prompt_tokens=len(self.prompts[0]),
                 max_new_tokens=self.longest, eval_episodes=1, save_every=0, compile=compiled,
-                micro_batch_tokens=2048))  # fmt: skip
+                micro_batch_tokens=2048, device="cpu"))  # fmt: skip
             row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
         seconds = {name: row[f"time/{name}"] for name in ("rollout", "score", "critic", "actor", "diagnose")}
         return [seconds["rollout"], seconds["score"], seconds["critic"] + seconds["actor"], sum(seconds.values())]
@@ -131,7 +131,7 @@ class Bench:
 
 class Even(common.Prompts):
     def step(self, response):
-        return "", sum(ord(c) % 2 for c in response) / len(response), True, False, {}
+        return "", sum(ord(c) % 2 for c in response) / max(1, len(response)), True, False, {}
 
 
 def main():

@@ -1,6 +1,6 @@
 """Rollout in waves (ppo_llm.py) against continuous batching (ppo_llm_continuous_batching.py) and transformers' own.
 
-    python benchmarks/rollout.py              # CPU, one thread, half an hour; also draws benchmarks/occupancy.png
+    python benchmarks/rollout.py              # CPU, one thread, twenty minutes; also draws benchmarks/occupancy.png
     python benchmarks/rollout.py cuda         # a 0.5B shape in bfloat16, 64 and 256 slots
     python benchmarks/rollout.py smoke        # a few seconds: does it run
 
@@ -112,9 +112,10 @@ def main():
         torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     bench = Bench(**settings)
-    print(f"{', '.join(f'{key} {value}' for key, value in settings['shape'].items())}; {settings['dtype']}, prompts of "
-          f"{settings['prompt']} tokens, responses of at most {settings['longest']}; {common.hardware(transformers)}; "
-          f"{settings['pairs']} pairs of runs for log-normal lengths, 3 else, {2 * settings['pairs']} for N = B\n")
+    pairs, sizes = settings["pairs"], ", ".join(f"{key} {value}" for key, value in settings["shape"].items())
+    print(f"{sizes}; {settings['dtype']}, prompts of {settings['prompt']} tokens, responses of at most "
+          f"{settings['longest']}; {common.hardware(transformers, device=bench.device)}; {pairs} pairs of runs for "
+          f"log-normal lengths, {min(3, pairs)} else, {2 * pairs} for N = B\n")  # fmt: skip
     common.table(COLUMNS)
     for slots, waves in settings["runs"]:
         warm = common.forced_lengths("uniform", slots, 4, 8)

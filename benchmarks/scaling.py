@@ -24,14 +24,15 @@ PROMPT = 32
 
 
 def worker(samples: int, response: int, width: int, ranks: int) -> None:
-    """A process of a run; the first prints seconds of rollout, scoring and updates, and the utilization."""
+    """A process of a run, whose numbers are in its metrics.jsonl."""
     tokenizer, folder = common.character_tokenizer(1024), os.environ["SCALING_FOLDER"]
     common.gym.register("Prompts-v0", entry_point=common.Prompts)
     prompts = json.dumps({"prompts": common.random_prompts(tokenizer, samples, PROMPT)})
     args = ppo_llm.Args(
         model=f"{folder}/model", env_id="Prompts-v0", env_kwargs=prompts, log_dir=folder, run_name="run", save_every=0,
         num_iterations=4, rollout_batch_size=samples, rollout_slots=samples, train_batch_size=samples // 4,
-        kl_coef=0.01, max_prompt_tokens=PROMPT, max_new_tokens=response, eval_episodes=1, compile="off")  # fmt: skip
+        kl_coef=0.01, max_prompt_tokens=PROMPT, max_new_tokens=response, eval_episodes=1, compile="off",
+        device="cpu")  # fmt: skip
     with common.forced(ppo_llm, [response] * samples):
         ppo_llm.train(args)
 
