@@ -52,7 +52,6 @@ import sys
 import threading
 import time
 import types
-import uuid
 import warnings
 import zlib
 from dataclasses import dataclass, field
@@ -60,7 +59,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import gymnasium as gym
-import jinja2.ext
 import jinja2.sandbox
 import safetensors.torch
 import tokenizers
@@ -70,7 +68,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -181,7 +178,7 @@ class Args:
     eval_episodes: int = 512  # episodes of an evaluation, once sampled at temperature 1 and once greedy
     eval_env_kwargs: str = "{}"  # merged over env_kwargs; SortDigits adds its test split, GSM8K the order of the file
     log_completions: int = 4  # samples an iteration in completions.jsonl
-    save_every: int = 50  # iterations between checkpoints; 0: only when a signal or an environment's error ends the run
+    save_every: int = 50  # iterations between checkpoints; 0: only when a signal or an explained error ends the run
     keep_checkpoints: int = 2  # the newest so many are kept
     resume: str | None = None  # auto: go on with --run-name if it has checkpoints; or a run's folder; or a checkpoint
 
@@ -304,7 +301,7 @@ class HFTokenizer:
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes HTML
         env.globals.update(raise_exception=self._raise, strftime_now=time.strftime)
@@ -830,7 +827,7 @@ class Engine:
         slots = [row for row in sorted(self.free) if row < self.slots][: len(self.staged)]
         for slot in slots:
             path, first_half = [slot], [row for row in self.decoding if row < self.slots // 2]
-            if slot >= self.slots // 2 and first_half:  # long rows gather in the second half
+            if slot >= self.slots // 2 and first_half and not self.compiled:  # long rows gather in the second half
                 path.append(max(first_half, key=lambda row: len(self.ids[row])))
             for target, row in itertools.pairwise([*path, self.staged.pop(0)]):
                 for state in (self.envs, self.holds, self.ids, self.cached, self.prompt_length):
@@ -1068,7 +1065,7 @@ class EnvThread:
     """An environment on a daemon thread of its own: calls run beside decoding, and a hung one cannot keep us alive."""
 
     def __init__(self, env: gym.Env, timeout: float):
-        self.env, self.timeout, self.jobs = env, timeout, queue.SimpleQueue()
+        self.timeout, self.jobs = timeout, queue.SimpleQueue()
         self.name = env.spec.id if getattr(env, "spec", None) else type(env).__name__
         threading.Thread(target=self._work, args=(env, self.jobs), daemon=True).start()
 
@@ -1125,11 +1122,6 @@ def make_envs(args: Args, count: int, evaluation: bool = False) -> list[EnvThrea
         threads = [EnvThread(env, args.env_timeout) for env in envs]
     threads[0].reset(0)
     return threads
-
-
-def close_envs(envs: list[EnvThread]) -> None:
-    """Environments may have processes or files to close; they get five seconds."""
-    concurrent.futures.wait([env.submit("close") for env in envs], timeout=5)
 
 
 def prompt_ids(tokenizer: HFTokenizer, prompt: str, args: Args) -> list[int]:
@@ -1332,6 +1324,9 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     why_zero = "the critic fits perfectly, or rewards land outside the mask"
     if s.reward_std < 1e-6:
         why_zero = "the reward is constant: look at the environment and at how hard the task is"
+    underflow = ("bf16_underflow", "bfloat16" in s.param_dtype and s.changed_frac < 0.5,
+                 f"{s.changed_frac:.1%} of {s.param_dtype} parameters changed",
+                 "updates are rounded away: keep float32 master weights")  # fmt: skip
     stuck = [  # (cause, whether it holds, evidence, advice); the first that holds is it
         ("critic_warmup", s.phase == "critic_warmup", "no actor steps", "ends with --critic-warmup-iterations"),
         ("kl_early_stop", s.early_stop and s.steps < s.planned, steps, "raise --target-kl or lower --actor-lr"),
@@ -1345,15 +1340,14 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
          "the optimizer holds other parameters than the model: it was built before a copy, cast or wrap"),
         ("old_logprob_recomputed", s.steps > 1 and moved, devs,
          "the loss takes the current policy for the old one: record old_logprobs once, before the first update"),
-        ("bf16_underflow", "bfloat16" in s.param_dtype and s.changed_frac < 0.5,
-         f"{s.changed_frac:.1%} of {s.param_dtype} parameters changed",
-         "updates are rounded away: keep float32 master weights"),
+        underflow,
         ("lr_or_clip_too_small", relative_update < 1e-6, f"relative update {relative_update:.1e}",
          "raise --actor-lr (with an optimizer like SGD also --max-grad-norm)"),
         ("forward_ignores_update", s.changed_frac > 0 and s.post_dev <= (2e-6 if half else noise), devs,
          "a stale copy of the weights runs"),
     ]
     always = [
+        underflow,  # the few weights that do change may move the ratio
         ("forward_mismatch", s.first_dev > 1e-4 and not half, devs,
          "the first ratio must be 1: look for dropout, shifted mask or positions, temperature, sampler log-probs"),
         ("sampler_mismatch", s.sampler_diff > (0.05 if half else 1e-3), f"mean log-prob gap {s.sampler_diff:.1e}",
@@ -1387,7 +1381,7 @@ class Ranks:
         if dist.is_initialized():  # groups are made by all ranks together, members or not
             self.group = dist.new_group(self.ranks, timeout=TIMEOUT)
             grid = torch.tensor(self.ranks).view(-1, shard_size or self.size).squeeze(0)
-            self.mesh = DeviceMesh(device.type, grid, mesh_dim_names=("replicate", "shard")[-grid.ndim :])
+            self.mesh = dist.DeviceMesh(device.type, grid, mesh_dim_names=("replicate", "shard")[-grid.ndim :])
 
     def gather(self, value) -> list:
         """`value`, anything that can be pickled, of every rank."""
@@ -1408,10 +1402,9 @@ class Ranks:
         errors = self.gather(error if ours else RuntimeError(f"rank {self.rank}: {error!r}"))
         if not ours:
             raise error
-        for first in errors:
-            if first is not None:
-                first.common = True
-                raise first
+        for first in filter(None, errors):
+            first.common = True
+            raise first
 
     def sum(self, x: Tensor) -> Tensor:
         """x summed over ranks, in place."""
@@ -1420,7 +1413,7 @@ class Ranks:
         return x
 
     def total(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Over microbatches and ranks: sums, of `max_*` maxima. The only host read of a minibatch beside its norm."""
+        """Over microbatches and ranks: sums, of `max_*` maxima. Reads the device, as do norms and `at_sampled`."""
         names, parts = list(parts[0]), [torch.stack([x.detach().double() for x in part.values()]) for part in parts]
         parts = torch.stack(parts)  # [microbatches, names]
         sums, peaks = self.sum(parts.sum(0)), parts.amax(0)
@@ -1452,7 +1445,7 @@ def fresh_store() -> tuple[dist.Store, int, int]:
     a new name there; rank 0 answers all names that it finds, old ones too, with a room, until all have come in.
     """
     store, rank, size = next(dist.rendezvous("env://"))
-    room = name = uuid.uuid4().hex
+    room = name = os.urandom(16).hex()
     if rank > 0:
         store.set(f"hello/{rank}", name)
         room = store.get(f"welcome/{name}").decode()
@@ -1807,11 +1800,9 @@ def verify_checkpoint(path: Path, world: Ranks) -> dict:
         for name in sorted({*manifest, "state.json"})[world.rank :: world.size]:
             if digest(path / name) != manifest[name]:
                 raise ValueError(f"{name} is not as it was saved")
-        for folder, _, names in os.walk(path, followlinks=True):
-            for name in names:
-                if name.endswith(".metadata"):
-                    with open(Path(folder, name), "rb") as file:
-                        MetadataUnpickler(file).load()
+        for metadata in path.glob("*/*.metadata"):
+            with open(metadata, "rb") as file:
+                MetadataUnpickler(file).load()
         return parse_json(read_text(path / "state.json"), path / "state.json")
 
 
@@ -1933,7 +1924,7 @@ class Learner:
         self.model, self.args = model, args
         self.first_lr, self.lr_end, self.total_steps = lr, lr_end, max(1, total_steps)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
-        self.steps, self.lr, self.streak, self.bad_tensor, self.complaint = 0, lr, 0, "", None
+        self.steps, self.streak, self.bad_tensor, self.complaint = 0, 0, "", None
         self.sums, self.tokens, self.skipped = collections.Counter(), 0, 0  # of the iteration
 
     def lr_at(self, step: int) -> float:
@@ -1941,9 +1932,8 @@ class Learner:
 
     def step(self, stats: dict[str, float], tokens: int) -> None:
         """One optimizer step, counted even if skipped; `stats` are means over the minibatch's trained `tokens`."""
-        self.lr = self.lr_at(self.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = self.lr_at(self.steps)
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         norm = nn.utils.get_total_norm(gradients.values())
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -1966,14 +1956,13 @@ class Learner:
         """What this iteration's log, diagnosis and checkpoint need; `means` are token-weighted over the steps made."""
         means = {name: value / max(1, self.tokens) for name, value in self.sums.items()}
         counters = {"steps": self.steps, "streak": self.streak, "has_moments": len(self.optimizer.state) > 0}
-        report = {"lr": self.lr, "skipped": self.skipped, "bad_tensor": self.bad_tensor, "complaint": self.complaint}
+        report = {"lr": self.lr_at(max(0, self.steps - 1)), "skipped": self.skipped}
         self.sums, self.tokens, self.skipped = collections.Counter(), 0, 0
-        return report | {"means": means, "counters": counters}
+        return report | dict(means=means, counters=counters, bad_tensor=self.bad_tensor, complaint=self.complaint)
 
     def restore(self, counters: dict) -> None:
         """Make room for the moments that a checkpoint with these counters will be read into."""
         self.steps, self.streak = counters["steps"], counters["streak"]
-        self.lr = self.lr_at(max(0, self.steps - 1))
         for p in self.model.parameters() if counters["has_moments"] else ():
             state = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **state}
@@ -2113,7 +2102,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     with world.agree():
         envs = make_envs(args, episodes_at_once(args, -(-samples // world.size)))
         eval_envs = make_envs(args, episodes_at_once(args, -(-args.eval_episodes // world.size)), evaluation=True)
-        stack.callback(close_envs, [*envs, *eval_envs])
+        # They may have processes or files to close, and get five seconds.
+        stack.callback(lambda: concurrent.futures.wait([e.submit("close") for e in envs + eval_envs], timeout=5))
         tokenizer, actor, critic, scorer = load_models(args, envs[0], eval_envs[0])
         config, critic_config, scorer_config = (m.config if m else None for m in (actor, critic or actor, scorer))
         resolve_compile(args, config, plan, device, world.size)
@@ -2144,7 +2134,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     actor_learner = Learner(actor, args.actor_lr, args.lr_end, plan.actor_steps_total, args) if actor else None
     critic_learner = Learner(critic, args.critic_lr, args.lr_end, plan.critic_steps_total, args) if critic else None
     stop_ids = torch.tensor(tokenizer.stop_ids, device=device)
-    has_split = args.env_id == "SortDigits-v0" or parse_json(args.eval_env_kwargs, "--eval-env-kwargs") != {}
+    has_split = args.env_id == "SortDigits-v0" or json.loads(args.eval_env_kwargs) != {}
 
     # --- Nothing but `now`, weights and moments goes from one iteration to the next: this is what a checkpoint holds
     now = types.SimpleNamespace(

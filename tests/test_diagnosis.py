@@ -248,6 +248,7 @@ def test_a_changed_cause_is_printed_again(ppo, causes, monkeypatch):
             "bf16_underflow",
         ),
         (dict(last_dev=0.01, first_dev=0.01, post_dev=0.01, signed_t=9.0, param_dtype="torch.bfloat16"), None),
+        (dict(signed_t=3.2, param_dtype="torch.bfloat16", changed_frac=0.01), "bf16_underflow"),  # a few did move it
         (
             dict(first_dev=0.01, signed_t=0.5, compute_dtype="torch.bfloat16", changed_frac=0.01, update_norm=1e-9),
             "lr_or_clip_too_small",
