@@ -829,13 +829,13 @@ class Engine:
             path, first_half = [slot], [row for row in self.decoding if row < self.slots // 2]
             if slot >= self.slots // 2 and first_half and not self.compiled:  # long rows gather in the second half
                 path.append(max(first_half, key=lambda row: len(self.ids[row])))
-            for target, row in itertools.pairwise([*path, self.staged.pop(0)]):
+            for target, row in (moves := [*itertools.pairwise([*path, self.staged.pop(0)])]):
                 for state in (self.envs, self.holds, self.ids, self.cached, self.prompt_length):
                     state[target], state[row] = state[row], state[target]
                 self.free[self.free.index(target)], self.prompt_in[target] = row, self.prompt_in[row]
                 self.decoding = [other for other in self.decoding if other != row]
-                self.copy_rows([(target, row)])
-                self.start_decoding([target])
+            self.copy_rows(moves)  # reads all before it writes any
+            self.start_decoding(path)
         return slots
 
     def copy_rows(self, copies: list[tuple[int, int]]) -> None:

@@ -113,7 +113,7 @@ def forced_lengths(name: str, samples: int, mean: int, longest: int) -> list[int
 @functools.cache  # one class a module: compiled code is tied to the type of its engine
 def forced_engine(ppo):
     class Engine(ppo.Engine):
-        forced, blocks = (), []
+        forced, blocks, after = (), [], None
 
         def __init__(self, actor, tokenizer, *rest):
             tokenizer = copy.copy(tokenizer)
@@ -125,16 +125,20 @@ def forced_engine(ppo):
             start, rows = time.perf_counter(), len(self.decoding)
             ended = super().decode_block()  # reads its tokens, so it has ended
             Engine.blocks.append((start, time.perf_counter(), rows))
+            Engine.after()
             return ended
 
     return Engine
 
 
 @contextlib.contextmanager
-def forced(ppo, lengths: list[int]):
-    """Within, sample i of a rollout gets lengths[i] tokens. Gives a list of decode blocks: start, end, rows."""
+def forced(ppo, lengths: list[int], after=lambda: None):
+    """Within, sample i of a rollout gets lengths[i] tokens. Gives a list of decode blocks: start, end, rows.
+
+    `after` is called after each of them.
+    """
     engine, original = forced_engine(ppo), ppo.Engine
-    engine.forced, engine.blocks, ppo.Engine = list(lengths), [], engine
+    engine.forced, engine.blocks, engine.after, ppo.Engine = list(lengths), [], after, engine
     try:
         yield engine.blocks
     finally:

@@ -1,16 +1,21 @@
 """Rollout in waves (ppo_llm.py) against continuous batching (ppo_llm_continuous_batching.py) and transformers' own.
 
-    python benchmarks/rollout.py              # CPU, one thread, twenty minutes; also draws benchmarks/occupancy.png
+    python benchmarks/rollout.py              # CPU, one thread, 15 minutes; also draws benchmarks/occupancy.png
     python benchmarks/rollout.py cuda         # a 0.5B shape in bfloat16, 64 and 256 slots
     python benchmarks/rollout.py smoke        # a few seconds: does it run
 
-One process, the same random Qwen2-shaped weights, prompts and forced lengths on all sides (no EOS, greedy), which
-decode in turn. Steps are counted, and predicted by `simulate.py`; tokens per second and ratios are medians.
+One process, the same random Qwen2-shaped weights, prompts and forced lengths on all sides (no EOS, greedy). Waves and
+continuous batching decode in turn, a fifth of a second each, since a machine shared with others may be a third slower
+from one minute to the next; then transformers does. Steps are counted, and predicted by `simulate.py`; tokens per
+second and ratios are medians.
 """
 
+import concurrent.futures
+import contextlib
 import logging
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,7 +28,7 @@ from common import ppo_llm, spread
 import ppo_llm_continuous_batching
 
 SIDES = {"waves": ppo_llm, "continuous": ppo_llm_continuous_batching}
-CPU = dict(device="cpu", dtype=torch.float32, pairs=11, prompt=32, mean=64, longest=256, runs=[(32, 8)],
+CPU = dict(device="cpu", dtype=torch.float32, pairs=7, prompt=32, mean=64, longest=256, runs=[(32, 8)],
            shape=common.SMALL)  # fmt: skip
 CUDA = dict(device="cuda", dtype=torch.bfloat16, pairs=3, prompt=128, mean=256, longest=2048, runs=[(64, 8), (256, 4)],
             shape=common.QWEN_05B)  # fmt: skip
@@ -31,6 +36,44 @@ SMOKE = CPU | dict(pairs=1, prompt=4, mean=4, longest=16, runs=[(4, 2)], shape=c
 PAGED = ("paged|eager", "paged|sdpa")
 COLUMNS = ("lengths", "samples / slots", "tokens/s: waves", "continuous", "transformers", "steps: waves", "continuous",
            "occupancy: waves", "continuous", "gain", "ideal gain", "gain / ideal", "continuous / transformers")
+
+
+class Turns:
+    """Lets one of several threads go on, the least advanced; `seconds` are those that each has had."""
+
+    def __init__(self, sides):
+        self.seconds, self.progress = dict.fromkeys(sides, 0.0), dict.fromkeys(sides, 0.0)
+        self.turn, self.since, self.condition = next(iter(sides)), 0.0, threading.Condition()
+
+    def wait(self, side: str):
+        self.condition.wait_for(lambda: self.turn == side)
+        self.since = time.perf_counter()
+
+    def clock(self, side: str) -> float:
+        return self.seconds[side] + time.perf_counter() - self.since
+
+    def hand_over(self, side: str):
+        self.seconds[side], self.turn = self.clock(side), min(self.progress, key=self.progress.get, default=None)
+        self.condition.notify_all()
+
+    def advance(self, side: str, share: float):
+        """This share of its work `side` has done; others may go on."""
+        self.progress[side] = share
+        if time.perf_counter() - self.since > 0.2:
+            with self.condition:
+                self.hand_over(side)
+                self.wait(side)
+
+    @contextlib.contextmanager
+    def of(self, side: str):
+        with self.condition:
+            self.wait(side)
+        try:
+            yield
+        finally:
+            with self.condition:
+                del self.progress[side]
+                self.hand_over(side)
 
 
 class Bench:
@@ -50,20 +93,31 @@ class Bench:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def run(self, name: str, lengths: list[int], slots: int) -> dict:
+    def run(self, name: str, lengths: list[int], slots: int, turns: Turns | None = None) -> dict:
         """Seconds, tokens [N, T], stats, and the rows that decode over time of a rollout by `ppo_llm*.py`."""
         ppo, self.args.rollout_slots, seeds = SIDES[name], slots, range(len(lengths))
-        self.synchronize()
-        start = time.perf_counter()
-        with common.forced(ppo, lengths) as blocks:
+        turns, trace, K = turns or Turns([name]), [], 8 if self.device == "cuda" else 1
+        simulated = simulate.static_steps if name == "waves" else simulate.continuous_steps
+        steps = simulated([-(-n // K) for n in lengths], slots)
+
+        def after():
+            trace.append((turns.clock(name), blocks[-1][2]))
+            turns.advance(name, len(trace) / steps)
+
+        with common.forced(ppo, lengths, after) as blocks, turns.of(name):
             count = ppo.episodes_at_once(self.args, len(lengths))
             envs = [ppo.EnvThread(common.Prompts(self.prompts), 60) for _ in range(count)]
             batch = ppo.rollout(self.actors[name], self.tokenizer, envs, seeds, seeds, self.args, 0, greedy=True)
-        self.synchronize()
-        end = time.perf_counter()
+            self.synchronize()
         assert batch.mask.sum(1).tolist() == lengths
-        trace = [(began - start, rows) for began, _, rows in blocks] + [(end - start, 0)]
-        return {"seconds": end - start, "batch": batch, "trace": trace, **batch.stats}
+        assert len(trace) == steps, (len(trace), steps)
+        return {"seconds": turns.seconds[name], "batch": batch, "trace": trace, **batch.stats}
+
+    def run_both(self, lengths: list[int], slots: int) -> dict[str, dict]:
+        turns = Turns(SIDES)
+        with concurrent.futures.ThreadPoolExecutor(len(SIDES)) as pool:
+            runs = {side: pool.submit(self.run, side, lengths, slots, turns) for side in SIDES}
+        return {side: run.result() for side, run in runs.items()}
 
     def run_peer(self, attention: str, lengths: list[int], slots: int) -> dict:
         """Seconds and tokens of transformers' continuous batching, as many requests at a time, log-probs as here."""
@@ -99,7 +153,7 @@ def plot(runs: dict, slots: int, path: Path) -> None:
     for name, run in runs.items():
         seconds, rows = zip(*run["trace"], strict=True)
         label = f"{name}: {run['rollout/slot_occupancy']:.0%} occupied"
-        axes.step(seconds, rows, where="post", label=label, linewidth=1)
+        axes.step(seconds, rows, where="pre", label=label, linewidth=1)
     axes.set(xlabel="seconds", ylabel=f"rows that decode, of {slots}", ylim=(0, slots * 1.05))
     axes.legend(loc="upper right")
     figure.savefig(path, dpi=110)
@@ -133,8 +187,8 @@ def main():
             if name != "log-normal":  # with N = B runs are short, and little is to be told apart
                 pairs = 2 * pairs if times == 1 else min(3, pairs)
             for _ in range(pairs):
-                for side in SIDES:
-                    runs[side].append(bench.run(side, lengths, slots))
+                for side, run in bench.run_both(lengths, slots).items():
+                    runs[side].append(run)
                 if best is None:
                     tried = {attention: bench.run_peer(attention, lengths, slots) for attention in PAGED}
                     best = min(PAGED, key=lambda attention: tried[attention]["seconds"])
@@ -145,10 +199,6 @@ def main():
             speed = {side: sum(lengths) / statistics.median(run["seconds"] for run in runs[side]) for side in runs}
             last = {side: runs[side][-1] for side in SIDES}
             steps = {side: int(run["rollout/decode_steps"]) for side, run in last.items()}
-            K = 8 if mode == "cuda" else 1
-            rounded = [-(-n // K) for n in lengths]
-            assert steps["waves"] == K * simulate.static_steps(rounded, slots), steps
-            assert steps["continuous"] == K * simulate.continuous_steps(rounded, slots), steps
             gain, ideal = ratio("waves", "continuous"), last["continuous"]["rollout/ideal_gain"]
             cells = [name, f"{slots * times} / {slots}", f"{speed['waves']:,.0f}", f"{speed['continuous']:,.0f}",
                      f"{speed['peer']:,.0f} ({best})", f"{steps['waves']:,}", f"{steps['continuous']:,}",
