@@ -1,7 +1,8 @@
 """Rollout in waves (ppo_llm.py) against continuous batching (ppo_llm_continuous_batching.py) and transformers' own.
 
-    python benchmarks/rollout.py              # CPU, one thread, 17 minutes; also draws benchmarks/occupancy.png
+    python benchmarks/rollout.py              # CPU, one thread, 18 minutes; also draws benchmarks/occupancy.png
     python benchmarks/rollout.py cuda         # a 0.5B shape in bfloat16, 64 and 256 slots
+    python benchmarks/rollout.py cpu constant # only lengths of these names
     python benchmarks/rollout.py smoke        # a few seconds: does it run
 
 One process, the same random Qwen2-shaped weights, prompts and forced lengths on all sides (no EOS, greedy). Waves and
@@ -169,8 +170,8 @@ def main():
     pairs, sizes = settings["pairs"], ", ".join(f"{key} {value}" for key, value in settings["shape"].items())
     print(f"{sizes}; {settings['dtype']}, prompts of {settings['prompt']} tokens, responses of at most "
           f"{settings['longest']}; {common.hardware(transformers, device=bench.device)}; {pairs} pairs of runs for "
-          f"log-normal lengths, {2 * pairs} for constant ones, where little is to be told apart, else "
-          f"{min(3, pairs)}\n")  # fmt: skip
+          f"log-normal lengths, {2 * pairs} for constant ones, where little is to be told apart, "
+          f"{8 * pairs} for N = B, else {min(3, pairs)}\n")  # fmt: skip
     common.table(COLUMNS)
     for slots, waves in settings["runs"]:
         warm = common.forced_lengths("uniform", slots, 4, 8)
@@ -182,10 +183,11 @@ def main():
             agree = sum(a == b for a, b in zip(plain, same, strict=True))
             print(f"{attention}: {agree} of {slots} responses the same", file=sys.stderr, flush=True)
         cases = [(name, waves) for name in ("log-normal", "exponential", "uniform", "90 / 10", "constant")]
-        for name, times in [*cases, ("constant", 1)]:
+        for name, times in [case for case in [*cases, ("constant", 1)] if case[0] in (sys.argv[2:] or case)]:
             lengths = common.forced_lengths(name, slots * times, settings["mean"], settings["longest"])
             runs, best, few = {side: [] for side in (*SIDES, "peer")}, None, min(3, settings["pairs"])
             pairs = {"log-normal": settings["pairs"], "constant": 2 * settings["pairs"]}.get(name, few)
+            pairs *= 4 if times == 1 else 1  # of a second each
             for i in range(pairs):
                 for side, run in bench.run_both(lengths, slots).items():
                     runs[side].append(run)
