@@ -4,6 +4,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -619,6 +620,25 @@ def test_nothing_in_a_checkpoint_is_executed(ppo, tmp_path, finished, capsys, pl
 def test_the_bombs_above_would_go_off(tmp_path):
     pickle.loads(pickle.dumps(Bomb(tmp_path / "executed")))
     assert (tmp_path / "executed").exists()
+
+
+class Attribute:
+    """Pickled as getattr(*args)."""
+
+    def __init__(self, *args):
+        self.args = args
+
+    def __reduce__(self):
+        return getattr, self.args
+
+
+def test_an_enum_as_older_pythons_pickle_it_is_read_and_no_other_attribute(ppo):
+    formats = dcp.metadata._MEM_FORMAT_ENCODING
+    load = lambda *args: ppo.MetadataUnpickler(io.BytesIO(pickle.dumps(Attribute(*args)))).load()
+    assert load(formats, "TORCH_CONTIGUOUS_FORMAT") is formats.TORCH_CONTIGUOUS_FORMAT
+    for args in ((torch.Size, "__class__"), (formats, "__class__"), (formats, "__members__")):
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            load(*args)
 
 
 def test_a_file_that_is_none_of_ours_is_not_read(ppo, tmp_path, finished):
