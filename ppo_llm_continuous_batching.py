@@ -823,18 +823,18 @@ class Engine:
         return budget - len(chunks)
 
     def seat(self) -> list[int]:
-        """Move samples from spare rows to free slots, where they decode; returns these."""
+        """Let samples in spare rows decode in free slots, which it returns; long rows gather in the second half."""
         slots = [row for row in sorted(self.free) if row < self.slots][: len(self.staged)]
         for slot in slots:
-            path, first_half = [slot], [row for row in self.decoding if row < self.slots // 2]
-            if slot >= self.slots // 2 and first_half and not self.compiled:  # long rows gather in the second half
-                path.append(max(first_half, key=lambda row: len(self.ids[row])))
-            for target, row in (moves := [*itertools.pairwise([*path, self.staged.pop(0)])]):
+            first_half = [row for row in self.decoding if row < self.slots // 2 <= slot and not self.compiled]
+            path = [slot, *heapq.nlargest(1, first_half, key=lambda row: len(self.ids[row]))]
+            for target, row in itertools.pairwise([*path, self.staged.pop(0)]):
                 for state in (self.envs, self.holds, self.ids, self.cached, self.prompt_length):
                     state[target], state[row] = state[row], state[target]
                 self.free[self.free.index(target)], self.prompt_in[target] = row, self.prompt_in[row]
                 self.decoding = [other for other in self.decoding if other != row]
-            self.copy_rows(moves)  # reads all before it writes any
+                for buffer in itertools.chain(*self.cache.layers):  # one by one is faster than by index
+                    buffer[target, :, : len(self.ids[target])] = buffer[row, :, : len(self.ids[target])]
             self.start_decoding(path)
         return slots
 

@@ -29,7 +29,7 @@ from common import ppo_llm, spread
 import ppo_llm_continuous_batching
 
 SIDES = {"waves": ppo_llm, "continuous": ppo_llm_continuous_batching}
-CPU = dict(device="cpu", dtype=torch.float32, pairs=7, prompt=32, mean=64, longest=256, runs=[(32, 8)],
+CPU = dict(device="cpu", dtype=torch.float32, pairs=14, prompt=32, mean=64, longest=256, runs=[(32, 8)],
            shape=common.SMALL)  # fmt: skip
 CUDA = dict(device="cuda", dtype=torch.bfloat16, pairs=3, prompt=128, mean=256, longest=2048, runs=[(64, 8), (256, 4)],
             shape=common.QWEN_05B)  # fmt: skip
@@ -171,7 +171,7 @@ def main():
     print(f"{sizes}; {settings['dtype']}, prompts of {settings['prompt']} tokens, responses of at most "
           f"{settings['longest']}; {common.hardware(transformers, device=bench.device)}; {pairs} pairs of runs for "
           f"log-normal lengths, {2 * pairs} for constant ones, where little is to be told apart, "
-          f"{8 * pairs} for N = B, else {min(3, pairs)}\n")  # fmt: skip
+          f"{4 * pairs} for N = B, else {min(3, pairs)}\n")  # fmt: skip
     common.table(COLUMNS)
     for slots, waves in settings["runs"]:
         warm = common.forced_lengths("uniform", slots, 4, 8)
@@ -187,7 +187,7 @@ def main():
             lengths = common.forced_lengths(name, slots * times, settings["mean"], settings["longest"])
             runs, best, few = {side: [] for side in (*SIDES, "peer")}, None, min(3, settings["pairs"])
             pairs = {"log-normal": settings["pairs"], "constant": 2 * settings["pairs"]}.get(name, few)
-            pairs *= 4 if times == 1 else 1  # of a second each
+            pairs *= 2 if times == 1 else 1  # of a second each
             for i in range(pairs):
                 for side, run in bench.run_both(lengths, slots).items():
                     runs[side].append(run)
@@ -205,7 +205,7 @@ def main():
             cells = [name, f"{slots * times} / {slots}", f"{speed['waves']:,.0f}", f"{speed['continuous']:,.0f}",
                      f"{speed['peer']:,.0f} ({best})", f"{steps['waves']:,}", f"{steps['continuous']:,}",
                      *(f"{run['rollout/slot_occupancy']:.0%}" for run in last.values()), spread(gain), f"{ideal:.2f}",
-                     f"{statistics.median(gain) / ideal:.2f}", spread(ratio("peer", "continuous"))]  # fmt: skip
+                     f"{statistics.median(gain) / ideal:.3f}", spread(ratio("peer", "continuous"))]  # fmt: skip
             common.line(cells)
             if name == "log-normal" and mode == "cpu":
                 plot(last, slots, Path(__file__).parent / "occupancy.png")
