@@ -1,6 +1,6 @@
 """Rollout in waves (ppo_llm.py) against continuous batching (ppo_llm_continuous_batching.py) and transformers' own.
 
-    python benchmarks/rollout.py              # CPU, one thread, 18 minutes; also draws benchmarks/occupancy.png
+    python benchmarks/rollout.py              # CPU, one thread, 28 minutes; also draws benchmarks/occupancy.png
     python benchmarks/rollout.py cuda         # a 0.5B shape in bfloat16, 64 and 256 slots
     python benchmarks/rollout.py cpu constant # only lengths of these names
     python benchmarks/rollout.py smoke        # a few seconds: does it run
