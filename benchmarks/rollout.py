@@ -35,6 +35,7 @@ CUDA = dict(device="cuda", dtype=torch.bfloat16, pairs=3, prompt=128, mean=256, 
             shape=common.QWEN_05B)  # fmt: skip
 SMOKE = CPU | dict(pairs=1, prompt=4, mean=4, longest=16, runs=[(4, 2)], shape=common.TINY)
 PAGED = ("paged|eager", "paged|sdpa")
+LENGTHS = ("log-normal", "exponential", "uniform", "90 / 10", "constant")
 COLUMNS = ("lengths", "samples / slots", "tokens/s: waves", "continuous", "transformers", "steps: waves", "continuous",
            "occupancy: waves", "continuous", "gain", "ideal gain", "gain / ideal", "continuous / transformers")
 
@@ -162,7 +163,9 @@ def plot(runs: dict, slots: int, path: Path) -> None:
 
 def main():
     mode = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    settings = {"cpu": CPU, "cuda": CUDA, "smoke": SMOKE}[mode]
+    settings, chosen = {"cpu": CPU, "cuda": CUDA, "smoke": SMOKE}[mode], sys.argv[2:] or LENGTHS
+    if unknown := set(chosen) - set(LENGTHS):
+        sys.exit(f"unknown lengths {', '.join(unknown)}; there are {', '.join(LENGTHS)}")
     if mode == "cpu":
         torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -182,8 +185,8 @@ def main():
             same = bench.run_peer(attention, warm, slots)["tokens"]
             agree = sum(a == b for a, b in zip(plain, same, strict=True))
             print(f"{attention}: {agree} of {slots} responses the same", file=sys.stderr, flush=True)
-        cases = [(name, waves) for name in ("log-normal", "exponential", "uniform", "90 / 10", "constant")]
-        for name, times in [case for case in [*cases, ("constant", 1)] if case[0] in (sys.argv[2:] or case)]:
+        cases = [*((name, waves) for name in LENGTHS), ("constant", 1)]
+        for name, times in [case for case in cases if case[0] in chosen]:
             lengths = common.forced_lengths(name, slots * times, settings["mean"], settings["longest"])
             runs, best, few = {side: [] for side in (*SIDES, "peer")}, None, min(3, settings["pairs"])
             pairs = {"log-normal": settings["pairs"], "constant": 2 * settings["pairs"]}.get(name, few)
