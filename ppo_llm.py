@@ -1,64 +1,55 @@
 """PPO for language models, in one file and in plain PyTorch.
 
-A language model (the actor) answers the prompts of a text environment, the environment rewards the answers, and
-Proximal Policy Optimization (https://arxiv.org/abs/1707.06347) makes rewarded tokens more likely. A second transformer
-(the critic) predicts the reward still to come; a frozen copy (the reference) holds the actor near where it began. Each
-rollout is used for `ppo_epochs` epochs of minibatches. It is the PPO of Atari: actions are tokens, states are texts.
+A language model (the actor) answers prompts, a text environment rewards the answers, and Proximal Policy Optimization
+(https://arxiv.org/abs/1707.06347) makes rewarded tokens more likely. A second transformer (the critic) predicts the
+reward still to come; a frozen copy of the actor (the reference) limits how far it drifts.
 
-    python ppo_llm.py                       # a tiny model learns to sort digits, on the CPU, in two to three minutes
-    python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}'    # a checkpoint, real text
-    torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # the same numbers on eight GPUs, models sharded over them
-    python ppo_llm.py --help                # every flag, its unit and its effect
+    python ppo_llm.py             # a tiny model learns to sort digits, on the CPU, in about two minutes
+    python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}'
+    torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # the same numbers, models sharded over eight GPUs
 
-Words. The *actor* is trained, and it also samples: there is no separate "old model". The *old policy* is the actor as
-it was when it sampled; it exists only as `old_logprobs`. The *reference* serves the KL penalty alone. A *sample* is one
-episode: prompt, response, further turns if there are any. An *iteration* is one rollout and all updates on it, a
-*minibatch* one optimizer step, a *microbatch* one forward and backward.
+Part I is PPO, whole and real: 1. arguments, 2. rollout, 3. mathematics, 4. training loop (`ppo`).
+Part II is what it stands on, for reference: 5. transformer, 6. tokenizer and Hugging Face checkpoints, 7. text
+environments, 8. why is the ratio stuck at 1, 9. ranks, sharding, building the models, 10. run folder, saving, resuming.
 
-Layout. Rows are right-padded and start at index 0, and all is stored at the token's own index: `mask[b, t]` is 1 iff
-the actor sampled token t, `logprobs[b, t]` = log pi(token t | tokens < t), `values[b, t]` = V(state before token t).
-In shapes: B rows, T tokens, S cache positions, H / Hkv heads, D head size, V vocabulary, N samples of a rollout.
-Several ranks share the work, not the knowledge: each has all N rows of a rollout, and its part of every minibatch.
+Terminology. The actor is both the policy being trained and the one that samples, through a whole copy on every rank
+(the sampler) that gets its weights after each iteration. The old policy is the actor as it was when it sampled; it
+exists only as `old_logprobs`. A sample is one episode: prompt, response, and further turns if there are any. An
+iteration is one rollout and all updates on it, a minibatch is one optimizer step, a microbatch one forward + backward.
 
-Reading order: `ppo` at the end tells the story, section 6 is its mathematics, section 4 its rollout. Left out: LoRA,
-methods without critic, top-p and top-k (they make the ratio wrong). Background: "The 37 implementation details of PPO"
-(https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details) and "The N implementation details of RLHF with
-PPO" (https://huggingface.co/blog/the_n_implementation_details_of_rlhf_with_ppo).
+Layout. Rows start at index 0 and are right-padded. Everything is stored at the token's own index: `mask[b, t]` is 1 if
+the actor sampled token t, `logprobs[b, t]` = log pi(token t | tokens < t), `values[b, t]` = V(tokens < t).
+Dimensions: B rows, T tokens, S cache positions, H / Hkv heads, D head size, V vocabulary, N samples of a rollout.
+Compute is sharded over ranks, experience is replicated: every rank holds all N samples and computes some of their rows.
 """
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
+import atexit
 import contextlib
+import copy
 import dataclasses
 import datetime
 import functools
-import hashlib
-import inspect
-import itertools
 import json
 import math
+import multiprocessing.pool
 import os
-import pickle
-import queue
 import random
 import re
 import resource
 import shutil
 import signal
 import sys
-import threading
 import time
 import types
-import warnings
 import zlib
+from collections import namedtuple
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import gymnasium as gym
-import jinja2.sandbox
 import safetensors.torch
 import tokenizers
 import torch
@@ -68,290 +59,723 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
-
-class UserError(ValueError):
-    """Something the user can mend: shown as one line without a traceback, exit code 2."""
-
-    common = False  # whether all ranks raise it (see Ranks.agree), so that only the first says it
-
-    def __str__(self):
-        return " ".join(super().__str__().split())
-
-
-@contextlib.contextmanager
-def blame(what: str):
-    """Turn whatever goes wrong inside into a UserError that begins with `what`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (Exception, dcp.api.CheckpointException) as error:
-        if isinstance(error, dcp.api.CheckpointException):  # no Exception; holds those of several ranks
-            error = next(iter(error.failures.values()))[0]
-        raise UserError(f"{what} ({type(error).__name__}: {error!s:.300})") from error
-
-
-class Interrupted(KeyboardInterrupt):
-    """SIGTERM or Ctrl-C; args[0] is the signal's number."""
-
-
-def say(text: str) -> None:
-    """Print, on rank 0 alone, without breaking a progress bar."""
-    if os.environ.get("RANK", "0") == "0":
-        tqdm.write(text)
-
+# ################################################## Part I: PPO ##################################################
 
 # === 1. Arguments ===
 
 
 @dataclass
 class Args:
-    """PPO for language models. Defaults that depend on the job (None below) are printed at start."""
+    """PPO for language models. Defaults of None depend on other flags and are printed at start."""
 
-    seed: int = 1  # of weights, sampling noise and minibatch order; the environment's prompts are always the same
-    run_name: str | None = None  # name of the run's folder; default <env>__<script>__<seed>__<time>
-    log_dir: str = "runs"  # where run folders are made
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one
+    seed: int = 1  # of weights, sampling noise and minibatch order
+    run_name: str | None = None  # default <env>__<script>__<seed>__<time>
+    log_dir: str = "runs"  # parent of run folders
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes; auto: bfloat16 on cuda
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on cuda, and on a CPU in long runs
-    critic_ranks: int = 0  # the last so many ranks update the critic while the others update the actor; 0: all do both
-    fsdp_shard_size: int | None = None  # ranks that a model is sharded over, copies beyond these; None: all its ranks
-    activation_checkpointing: bool = False  # keep no activations of a block, compute them again in the backward pass
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on with cuda
+    critic_ranks: int = 0  # number of ranks (the last ones) for the critic alone
+    activation_checkpointing: bool = False  # recompute activations in the backward pass
 
-    model: str | None = None  # the actor, a Hugging Face folder or hub id org/name; default: a tiny one, warm-started
-    critic_model: str | None = None  # checkpoint that the critic starts from; default: the actor as it is before PPO
-    reward_model: str | None = None  # *ForSequenceClassification of the actor's tokenizer; adds to the reward
-    env_id: str = "SortDigits-v0"  # SortDigits-v0, GSM8K-v0, or your own (Gymnasium, text) as pkg.module:MyEnv-v0
-    env_kwargs: str = "{}"  # the environment's arguments, a JSON object
-    env_timeout: float = 60.0  # seconds for an answer of reset() or step(); environments share one Python, and its lock
+    model: str | None = None  # Hugging Face folder; default a tiny random Llama
+    env_id: str = "SortDigits-v0"  # SortDigits-v0, GSM8K-v0 or your module:MyEnv-v0
+    env_kwargs: str = "{}"  # arguments of the environment, a JSON object
+    env_timeout: float = 60.0  # seconds an environment may take to answer
 
-    num_iterations: int = 200  # iterations, each one rollout and all updates on it
-    rollout_batch_size: int = 512  # prompts an iteration
-    n_samples_per_prompt: int = 1  # samples of each prompt
-    rollout_slots: int = 512  # samples decoded at once, by each rank; memory of the KV cache grows with it
-    max_prompt_tokens: int | None = None  # a longer prompt is an error; default 16, with --model 512
-    max_new_tokens: int | None = None  # all after the prompt, environment's text included; default 8, with --model 256
-    temperature: float = 1.0  # divides the logits, alike in sampling, old, new and reference log-probs and entropy
-    sft_steps: int | None = None  # supervised steps on demonstrations before PPO; default 100, with --model 0
-    sft_batch_size: int = 256  # demonstrations in a supervised step
-    sft_lr: float | None = None  # learning rate of the supervised steps, linear to 0; default 1.3e-3, with --model 1e-5
+    num_iterations: int = 200  # rollouts, each followed by its updates
+    rollout_batch_size: int = 512  # prompts per iteration
+    n_samples_per_prompt: int = 1
+    rollout_slots: int = 512  # samples decoded at once on each rank; sizes the KV cache
+    max_prompt_tokens: int | None = None  # default 16, with --model 512
+    max_new_tokens: int | None = None  # all turns; default 8, with --model 256
+    temperature: float = 1.0  # in sampling, old, new and reference log-probs
+    sft_steps: int | None = None  # warm start on demonstrations; default 100, with --model 0
+    sft_lr: float | None = None  # its learning rate; default 1.3e-3, with --model 1e-5
 
     ppo_epochs: int = 2  # passes of the actor over one rollout
-    critic_epochs: int | None = None  # passes of the critic over one rollout; default ppo_epochs
-    train_batch_size: int = 128  # samples in a minibatch, that is in an optimizer step
-    micro_batch_tokens: int = 16384  # padded tokens in a rank's forward and backward: memory and speed, no gradient
-    actor_lr: float | None = None  # learning rate of the actor's AdamW; default 3e-4, with --model 1e-6
-    critic_lr: float | None = None  # learning rate of the critic's AdamW; default 5e-4, with --model 1e-5
-    lr_end: float = 0.05  # both fall linearly to this fraction of their start; 1: constant
-    critic_warmup_iterations: int = 0  # first iterations, for the critic alone: the actor and its schedule do not move
-    max_grad_norm: float = 1.0  # larger gradients are scaled down to this norm, actor's and critic's each on its own
+    critic_epochs: int | None = None  # passes of the critic; default ppo_epochs
+    train_batch_size: int = 128  # samples per minibatch, that is per optimizer step
+    micro_batch_tokens: int = 16384  # padded tokens per forward and rank: memory and speed
+    actor_lr: float | None = None  # default 3e-4, with --model 1e-6
+    critic_lr: float | None = None  # default 5e-4, with --model 1e-5
+    lr_end: float = 0.05  # learning rates decay linearly to this fraction
+    critic_warmup_iterations: int = 0  # first iterations, for the critic alone
+    max_grad_norm: float = 1.0  # gradient clipping norm, for actor and critic separately
 
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     clip_low: float = 0.2  # the ratio is clipped below at 1 - clip_low
     clip_high: float = 0.2  # the ratio is clipped above at 1 + clip_high
-    value_clip: float | None = 0.2  # values are clipped to old value +- this; None: not
-    dual_clip: float | None = None  # c > 1 bounds the loss of a negative advantage A at -A * c; None: not
+    value_clip: float | None = 0.2  # values are clipped to old value +- this; None: off
+    dual_clip: float | None = None  # c > 1 bounds the loss of a negative advantage A at -A * c
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    target_kl: float | None = None  # nats a token; a minibatch's approx_kl above it ends the rollout's actor steps
-    recompute_old_logprobs: bool = True  # by the training forward: the first ratio is 1; else the sampler's
-    rollout_is_cap: float | None = None  # weight losses by min(pi_old / pi_sampler, cap), if the two differ; None: not
-    kl_coef: float | None = None  # weight of the KL to the reference; 0: no reference. Default 0, with --model 0.01
-    kl_in: Literal["reward", "loss"] = "reward"  # subtract the KL from each token's reward, or add it to the loss
+    target_kl: float | None = None  # end actor steps when a minibatch's approx_kl exceeds it
+    recompute_old_logprobs: bool = True  # with the training forward; no: the sampler's
+    rollout_is_cap: float | None = None  # cap for importance weights pi_old / pi_sampler
+    kl_coef: float | None = None  # weight of the KL to the reference; default 0, with --model 0.01
+    kl_in: Literal["reward", "loss"] = "reward"  # where the KL counts
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1 in the reward, k3 in the loss
-    kl_target: float | None = None  # adapt kl_coef towards this KL, in nats a sample; None: fixed
-    kl_horizon: int = 10_000  # samples over which kl_coef adapts
-    ref_sync_every: int = 0  # iterations between moves of the reference towards the actor; 0: never
-    ref_sync_alpha: float = 1.0  # such a move makes it alpha * actor + (1 - alpha) * reference
-    missing_eos_penalty: float = 0.0  # subtracted from the reward of a sample that does not end with a stop id
-    bootstrap_truncated: bool = False  # a truncated row ends with V(state after its last token), not with 0
+    ref_sync_every: int = 0  # iterations between updates of the reference; 0: never
+    ref_sync_alpha: float = 1.0  # reference = alpha * actor + (1 - alpha) * reference
+    missing_eos_penalty: float = 0.0  # subtracted from rewards of samples without a stop token
+    bootstrap_truncated: bool = False  # truncated samples end with V(last state), not with 0
 
-    max_skipped_steps: int = 20  # non-finite optimizer steps in a row after which the run stops
     eval_every: int = 0  # iterations between evaluations; 0: only before and after
-    eval_episodes: int = 512  # episodes of an evaluation, once sampled at temperature 1 and once greedy
-    eval_env_kwargs: str = "{}"  # merged over env_kwargs; SortDigits adds its test split, GSM8K the order of the file
-    log_completions: int = 4  # samples an iteration in completions.jsonl
-    save_every: int = 50  # iterations between checkpoints; 0: only when a signal or an explained error ends the run
-    keep_checkpoints: int = 2  # the newest so many are kept
-    resume: str | None = None  # auto: go on with --run-name if it has checkpoints; or a run's folder; or a checkpoint
+    eval_episodes: int = 512  # played twice: sampled at temperature 1, and greedy
+    eval_env_kwargs: str = "{}"  # merged over env_kwargs, for example '{"split": "test"}'
+    save_every: int = 50  # iterations between checkpoints; 0: only when a signal ends the run
+    keep_checkpoints: int = 2
+    resume: str | None = None  # auto (--run-name, if it exists), a run folder or a checkpoint
 
 
-Plan = collections.namedtuple("Plan", "samples_per_iteration minibatches update_steps critic_update_steps "
-                                      "actor_steps_total critic_steps_total episodes_total")  # fmt: skip
+Plan = namedtuple("Plan", "samples_per_iteration minibatches update_steps critic_update_steps "
+                          "actor_steps_total critic_steps_total episodes_total")  # fmt: skip
 
 
 def plan_steps(args: Args, world_size: int = 1) -> Plan:
-    """Samples and optimizer steps of a run, for the printed table, the progress bar and the learning-rate schedules.
+    """update_steps = rollout_batch_size * n_samples_per_prompt * ppo_epochs / train_batch_size, of the actor.
 
-    update_steps = rollout_batch_size * n_samples_per_prompt * ppo_epochs / train_batch_size, the actor's an iteration.
-    All sizes are global, whatever the world size. Raises UserError if they do not divide.
+    All sizes are global: more ranks make the same steps faster. Raises UserError if they do not divide.
     """
-    samples, batch = args.rollout_batch_size * args.n_samples_per_prompt, args.train_batch_size
-    if samples % batch:
-        divisors = sorted((d for d in range(1, samples + 1) if samples % d == 0), key=lambda d: abs(d - batch))
-        raise UserError(f"--train-batch-size {batch}: must divide the {samples} samples of an iteration (rollout batch "
-                        f"size x samples per prompt); nearest valid: {' or '.join(map(str, sorted(divisors[:2])))}")
-    minibatches, trained = samples // batch, max(0, args.num_iterations - args.critic_warmup_iterations)
-    actor, critic = minibatches * args.ppo_epochs, minibatches * (args.critic_epochs or args.ppo_epochs)
-    totals = actor * trained, critic * args.num_iterations, samples * args.num_iterations
-    return Plan(samples, minibatches, actor, critic, *totals)
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    if samples % args.train_batch_size:
+        raise UserError(f"--train-batch-size {args.train_batch_size}: must divide the {samples} samples of an "
+                        "iteration, --rollout-batch-size x --n-samples-per-prompt")
+    minibatches = samples // args.train_batch_size
+    actor_steps = minibatches * args.ppo_epochs
+    critic_steps = minibatches * (args.critic_epochs or args.ppo_epochs)
+    actor_iterations = max(0, args.num_iterations - args.critic_warmup_iterations)
+    return Plan(samples, minibatches, actor_steps, critic_steps, actor_steps * actor_iterations,
+                critic_steps * args.num_iterations, samples * args.num_iterations)
 
 
-def validate(args: Args, world_size: int = 1) -> Plan:
-    """Fill the defaults that depend on the job, check every flag. Raises UserError: flag, value and what is valid."""
-    kl_estimator, teams = "k1" if args.kl_in == "reward" else "k3", (world_size - args.critic_ranks, args.critic_ranks)
-    for name, embedded, with_model in [
-        ("max_prompt_tokens", 16, 512), ("max_new_tokens", 8, 256), ("sft_steps", 100, 0), ("sft_lr", 1.3e-3, 1e-5),
-        ("actor_lr", 3e-4, 1e-6), ("critic_lr", 5e-4, 1e-5), ("kl_coef", 0.0, 0.01),
-        ("critic_epochs", args.ppo_epochs, args.ppo_epochs), ("kl_estimator", kl_estimator, kl_estimator),
-    ]:
-        if getattr(args, name) is None:
-            setattr(args, name, with_model if args.model else embedded)
-    for names, valid, text in [
-        ("num_iterations rollout_batch_size n_samples_per_prompt rollout_slots max_prompt_tokens max_new_tokens "
-         "kl_horizon sft_batch_size ppo_epochs critic_epochs train_batch_size micro_batch_tokens eval_episodes "
-         "max_skipped_steps", lambda x: x >= 1, "must be at least 1"),
-        ("seed", lambda x: 0 <= x < 2**31, "must lie in [0, 2**31)"),
-        ("num_iterations", lambda x: x < 10**6, "must be below 1,000,000: checkpoints are numbered by six digits"),
-        ("sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations ref_sync_every "
-         "missing_eos_penalty eval_every log_completions save_every critic_ranks",
-         lambda x: 0 <= x < math.inf, "must be finite, at least 0"),
-        ("temperature clip_high value_clip target_kl rollout_is_cap kl_target max_grad_norm env_timeout",
-         lambda x: 0 < x < math.inf, "must be finite, above 0"),
-        ("gamma gae_lambda lr_end ref_sync_alpha", lambda x: 0 <= x <= 1, "must lie in [0, 1]"),
-        ("clip_low", lambda x: 0 < x < 1, "must lie in (0, 1)"),
-        ("dual_clip", lambda x: 1 < x < math.inf, "must be finite, above 1"),
-        ("kl_estimator", lambda x: x != "k1" or args.kl_in == "reward",
-         "has an expected gradient of zero in the loss; with --kl-in loss use k2 or k3"),
-        ("rollout_is_cap", lambda x: args.recompute_old_logprobs, "needs --recompute-old-logprobs"),
-        ("kl_target", lambda x: args.kl_coef > 0, "needs a --kl-coef above 0 to start from"),
-        ("ref_sync_every", lambda x: x == 0 or args.kl_coef > 0, "needs a reference, that is a --kl-coef above 0"),
-        ("critic_warmup_iterations", lambda x: x <= args.num_iterations, "must be at most --num-iterations"),
-        ("rollout_batch_size", lambda x: x >= world_size, f"must be at least 1 for each of {world_size} ranks"),
-        ("critic_ranks", lambda x: x < world_size, f"must leave a rank for the actor; there are {world_size} in all"),
-        ("fsdp_shard_size", lambda x: x >= 1 and not any(n % x for n in teams),
-         f"must divide the numbers of ranks that hold a model, {' and '.join(str(n) for n in teams if n)}"),
-        ("keep_checkpoints", lambda x: x >= 2, "must be at least 2: the newest may turn out to be damaged"),
-        ("resume", lambda x: x != "auto" or args.run_name, "needs --run-name"),
-    ]:
-        for name in names.split():
-            if (value := getattr(args, name)) is not None and not valid(value):
-                raise UserError(f"--{name.replace('_', '-')} {value}: {text}")
-    parse_json(args.env_kwargs, "--env-kwargs")
-    parse_json(args.eval_env_kwargs, "--eval-env-kwargs")
-    return plan_steps(args, world_size)
+# === 2. Rollout ===
+# In waves of `rollout_slots` rows: all rows of a wave take their turns together, and the longest episode ends it.
 
 
-# === 2. Tokenizer ===
+@dataclass
+class Rollout:
+    """N samples of up to T tokens, on the CPU."""
+
+    tokens: Tensor  # [N, T] prompt, response, text of the environment, padding
+    mask: Tensor  # [N, T] bool: sampled by the actor
+    logprobs: Tensor  # [N, T] log-prob when sampled, 0 outside the mask
+    rewards: Tensor  # [N, T] the reward of a turn, on its last sampled token
+    lengths: Tensor  # [N]
+    stop: list[str]  # "eos": the episode ended; "length": cut at max_new_tokens; "env": truncated by the environment
+    texts: list[str]  # what followed the prompt
+    stats: dict[str, float]
+    prompts: list[str]
+    success: list[bool]  # info["success"] of the last step, else whether the rewards sum to more than 0
 
 
-def read_text(path: Path) -> str:
-    with blame(f"{path}: cannot be read as UTF-8 text"):
-        return path.read_text(encoding="utf-8")
+@dataclass
+class Episode:
+    """A sample while it is played, on the host."""
+
+    env: gym.Env
+    where: str  # for error messages
+    prompt: str = ""
+    prompt_length: int = 0
+    limit: int = 0  # tokens at most
+    ids: list[int] = field(default_factory=list)  # prompt, sampled tokens, the environment's text
+    mask: list[bool] = field(default_factory=list)  # of each id: was it sampled?
+    logprobs: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    cached: int = 0  # tokens whose keys and values are in the cache; the newest token never is
+    stop: str = ""  # see Rollout; empty while the episode goes on
+    success: bool = False
+
+    def extend(self, ids: list[int], logprobs: list[float] | None = None) -> None:
+        """Append tokens: sampled ones with their log-probs, others without."""
+        self.ids += ids
+        self.mask += [logprobs is not None] * len(ids)
+        self.logprobs += logprobs or [0.0] * len(ids)
+        self.rewards += [0.0] * len(ids)
+
+    def begin(self, prompt: str, tokenizer: HFTokenizer, args: Args) -> None:
+        self.prompt = prompt
+        self.where += f", prompt {prompt!r:.80}"
+        self.extend(prompt_ids(tokenizer, prompt, args))
+        self.prompt_length = len(self.ids)
+        self.limit = self.prompt_length + args.max_new_tokens
+
+    def take_answer(self, answer: tuple, tokenizer: HFTokenizer) -> None:
+        """The environment's answer to a turn: a reward, and the end of the episode or text for another turn."""
+        text, reward, terminated, truncated, info = answer
+        self.rewards[-1] = float(reward)
+        self.success = bool(info.get("success", sum(self.rewards) > 0))
+        if self.ids[-1] not in tokenizer.stop_ids:  # cut in the middle of a turn, whatever the environment says
+            self.stop = "length"
+        elif terminated or truncated:
+            self.stop = "eos" if terminated else "env"
+        else:
+            feedback = tokenizer.encode_feedback(text)  # ids are never decoded and encoded again
+            self.stop = "" if len(self.ids) + len(feedback) < self.limit else "length"
+            if not self.stop:
+                self.extend(feedback)
 
 
-def parse_json(text: str, name: str | Path) -> dict:
-    with blame(f"{name} {text:.80}: must be a JSON object such as {{\"key\": 1}}"):
-        return dict(json.loads(text).items())
+class Slots:
+    """B rows that decode together: tensors on the device. Dead rows write to column S of [B, S + 1]."""
+
+    def __init__(self, B: int, S: int, stop_ids: list[int], device: torch.device):
+        zeros = functools.partial(torch.zeros, device=device)
+        self.tokens = zeros(B, S + 1, dtype=torch.int64)
+        self.logprobs = zeros(B, S + 1)
+        self.length = zeros(B, dtype=torch.int64)  # tokens so far
+        self.limit = zeros(B, dtype=torch.int64)  # tokens at most
+        self.alive = zeros(B, dtype=torch.bool)  # rows that decode
+        self.keys = zeros(B, dtype=torch.int32)  # see sampling_noise
+        self.stop_ids = torch.tensor(stop_ids, device=device)
 
 
-class HFTokenizer:
-    """Text <-> ids, chat template and stop ids of a checkpoint folder in Hugging Face format.
+def decode_step(actor: Transformer, cache: KVCache, slots: Slots, temperature: float, greedy: bool) -> None:
+    """Sample one token in every row that is alive. Fixed shapes, and the host waits for nothing."""
+    newest = torch.where(slots.alive, slots.length - 1, cache.size)[:, None]  # [B, 1], index of the newest token
+    logits = actor(slots.tokens.gather(1, newest), newest, cache)[:, 0]  # [B, V]
+    # FORK: sampling. Top-p or top-k must go into every log-prob of the actor too, or the ratio is wrong.
+    logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
+    scores = logprobs
+    if not greedy:  # argmax of p / exponential noise draws from p; torch.multinomial would make the host wait
+        scores = logprobs.exp() / sampling_noise(slots.keys, slots.length, logits.shape[1])
+    token = scores.argmax(dim=-1, keepdim=True)  # [B, 1]
+    index = torch.where(slots.alive, slots.length, cache.size)[:, None]  # [B, 1]
+    slots.tokens.scatter_(1, index, token)
+    slots.logprobs.scatter_(1, index, logprobs.gather(1, token))
+    slots.length += slots.alive
+    slots.alive &= (token != slots.stop_ids).all(dim=-1) & (slots.length < slots.limit)
 
-    `files` {name: text} stands in for a folder that does not exist (the embedded model's).
+
+compiled_decode_step = torch.compile(decode_step, dynamic=True)
+
+
+def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict[int, Episode], args: Args) -> None:
+    """Upload the text of `playing` {row: episode}, compute the keys and values it lacks, and let the rows decode."""
+    texts = nn.utils.rnn.pad_sequence([torch.tensor(e.ids) for e in playing.values()], batch_first=True)
+    numbers = torch.tensor([(row, len(e.ids), e.limit, e.cached) for row, e in playing.items()])
+    width = int((numbers[:, 1] - 1 - numbers[:, 3]).max())  # not the newest token: it is the first decode step's input
+    rows, length, limit, cached = numbers.to(slots.tokens.device).T  # [R] each
+    slots.tokens[rows, : texts.shape[1]] = texts.to(rows.device)
+    slots.length[rows], slots.limit[rows], slots.alive[rows] = length, limit, True
+    positions = cached[:, None] + torch.arange(width, device=rows.device)  # [R, width]
+    positions = torch.where(positions < length[:, None] - 1, positions, cache.size)  # padding goes to scratch
+    new = slots.tokens[rows[:, None], positions]  # [R, width]
+    size = max(1, args.micro_batch_tokens // max(1, width))
+    for start in range(0, len(playing) if width else 0, size):
+        part = slice(start, start + size)
+        view = cache.view(texts.shape[1], rows[part])
+        actor(new[part], positions[part], view, select=rows[:0])  # no logits wanted
+
+
+def end_turn(slots: Slots, playing: dict[int, Episode], tokenizer: HFTokenizer, args: Args) -> None:
+    """Read what the rows of `playing` have sampled, hand it to their environments, and take the answers."""
+    tokens, logprobs, lengths = slots.tokens.tolist(), slots.logprobs.tolist(), slots.length.tolist()
+    calls = []
+    for row, episode in playing.items():
+        new = slice(len(episode.ids), lengths[row])
+        episode.extend(tokens[row][new], logprobs[row][new])
+        episode.cached = len(episode.ids) - 1
+        calls.append(EnvCall(episode.env, "step", episode.where, args, tokenizer.decode(tokens[row][new])))
+    for episode, call in zip(playing.values(), calls):
+        episode.take_answer(call.result(), tokenizer)
+
+
+def envs_needed(args: Args, samples: int) -> int:
+    return min(args.rollout_slots, samples)
+
+
+@torch.no_grad()
+def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
+    """Sample one episode for each of `seeds` [N], in waves of up to rollout_slots (and len(envs)) rows.
+
+    `actor` is the sampler, a whole model. `sample_ids` [N] and `iteration` choose the noise. Raises UserError that
+    names environment, sample and prompt.
+    """
+    N, S = len(seeds), args.max_prompt_tokens + args.max_new_tokens
+    B = min(args.rollout_slots, len(envs), N)
+    weight = actor.model.norm.weight
+    cache = KVCache(actor.config, B, S, weight.dtype, weight.device)
+    slots = Slots(B, S, tokenizer.stop_ids, weight.device)
+    keys = sample_keys(args.seed, iteration, sample_ids, weight.device)  # [N]
+    step = compiled_decode_step if args.compile == "on" else decode_step
+    K = 8 if weight.is_cuda else 1  # decode steps between two looks of the host, which cost nothing on a CPU
+    episodes, steps = [], 0
+    for start in range(0, N, B):
+        samples = range(start, min(start + B, N))
+        wave = [Episode(env, f"sample {sample_ids[i]}, seed {seeds[i]}") for i, env in zip(samples, envs)]
+        slots.keys[: len(wave)] = keys[start : start + len(wave)]
+        calls = [EnvCall(e.env, "reset", e.where, args, seed=seeds[i]) for i, e in zip(samples, wave)]  # side by side
+        for episode, call in zip(wave, calls):
+            episode.begin(call.result()[0], tokenizer, args)
+        playing = dict(enumerate(wave))
+        while playing:  # one turn of every row
+            begin_turn(actor, cache, slots, playing, args)
+            attend = max(len(episode.ids) for episode in playing.values())
+            alive = True
+            while alive:
+                for _ in range(K):
+                    step(actor, cache.view(attend), slots, args.temperature, greedy)
+                    attend += 1
+                steps += K
+                alive = bool(slots.alive.any())  # the host waits for the device
+            end_turn(slots, playing, tokenizer, args)
+            playing = {row: episode for row, episode in playing.items() if not episode.stop}
+        episodes += wave
+    sampled = sum(sum(episode.mask) for episode in episodes)
+    stats = {"rollout/decode_steps": steps, "rollout/slot_occupancy": sampled / (steps * B)}
+    return collect(episodes, tokenizer, stats)
+
+
+def collect(episodes: list[Episode], tokenizer: HFTokenizer, stats: dict[str, float]) -> Rollout:
+    """Finished episodes as one Rollout."""
+
+    def pad(name):
+        rows = [torch.tensor(getattr(episode, name)) for episode in episodes]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [N, T]
+
+    return Rollout(
+        tokens=pad("ids"), mask=pad("mask"), logprobs=pad("logprobs"), rewards=pad("rewards"),
+        lengths=torch.tensor([len(e.ids) for e in episodes]), stop=[e.stop for e in episodes],
+        texts=[tokenizer.decode(e.ids[e.prompt_length :]) for e in episodes], stats=stats,
+        prompts=[e.prompt for e in episodes], success=[e.success for e in episodes])
+
+
+# === 3. Mathematics of PPO ===
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over mask, 0 if it is empty. Outside the mask x may be anything, NaN too."""
+    return torch.where(mask.bool(), x, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """x with mean 0 and unbiased standard deviation 1 over mask, 0 outside; all 0 for fewer than two tokens."""
+    centered = torch.where(mask.bool(), x - masked_mean(x, mask), 0.0)
+    variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
+    return centered * torch.rsqrt(variance + 1e-8)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """Per-token estimates k1, k2, k3 of KL(pi || pi_ref) from tokens of pi (http://joschu.net/blog/kl-approx.html)."""
+    logratio = logprobs - ref_logprobs
+    return {"k1": logratio, "k2": logratio.square() / 2, "k3": torch.exp(-logratio) - 1 + logratio}[kind]
+
+
+def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16) over the tokens of the mask.
+
+    The sampled tokens of a row form one chain that skips the environment's text. rewards, values, mask [B, T];
+    bootstrap [B] = V(state after the last token), default 0. Returns raw (advantages, returns) [B, T], 0 off the mask.
+    """
+    mask = mask.bool()
+    rewards = torch.where(mask, rewards, 0.0)
+    values = torch.where(mask, values, 0.0)
+    nextvalues = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap  # [B]
+    lastgaelam = torch.zeros_like(values[:, 0])
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(mask.shape[1])):
+        delta = rewards[:, t] + gamma * nextvalues - values[:, t]
+        lastgaelam = torch.where(mask[:, t], delta + gamma * gae_lambda * lastgaelam, lastgaelam)
+        nextvalues = torch.where(mask[:, t], values[:, t], nextvalues)
+        advantages[:, t] = lastgaelam
+    advantages = torch.where(mask, advantages, 0.0)
+    return advantages, advantages + values
+
+
+def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip=None, denom=None):
+    """Clipped surrogate (https://arxiv.org/abs/1707.06347, eq. 7), dual clip (https://arxiv.org/abs/1912.09729, eq. 5).
+
+    All [B, T]. Returns (loss, stats): sums over mask / denom (default mask.sum()), so that with the token count of the
+    minibatch as denom they add up over microbatches and ranks; ratio_max and ratio_min reduce by max and min.
+    """
+    mask = mask.bool()
+    denom = mask.sum().clamp(min=1) if denom is None else denom
+
+    def mean(x):
+        return torch.where(mask, x, 0.0).sum() / denom
+
+    advantages = torch.where(mask, advantages, 0.0)
+    logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)
+    ratio = logratio.exp()
+    pg_loss1 = -advantages * ratio
+    pg_loss2 = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = torch.max(pg_loss1, pg_loss2)
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.min(losses, -advantages * dual_clip), losses)
+    with torch.no_grad():
+        stats = {
+            "clipfrac": mean((pg_loss2 > pg_loss1).float()),
+            "out_of_clip": mean(((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).float()),
+            "approx_kl": mean(ratio - 1 - logratio),  # k3 of KL(old || new)
+            "ratio_mean": mean(ratio),
+            "ratio_max": ratio.max(),  # 1 outside the mask
+            "ratio_min": ratio.min(),
+        }
+    return mean(losses), stats
+
+
+def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tensor:
+    """Half the squared error, the larger of unclipped and clipped to old_values +- clip; sum over mask / denom."""
+    mask = mask.bool()
+    values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
+    losses = (values - returns).square()
+    if clip is not None:
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        losses = torch.max(losses, (clipped - returns).square())
+    denom = mask.sum().clamp(min=1) if denom is None else denom
+    return 0.5 * losses.sum() / denom
+
+
+def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature) at `targets`, and its entropy: [n, d], [V, d], [n] -> [n], [n].
+
+    In chunks, but with the result of these lines, whose logits [n, V] may take more memory than the model:
+        logprobs = F.log_softmax((hidden @ weight.T).float() / temperature, dim=-1)
+        return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+    """
+    return ChunkedLogprobs.apply(hidden, weight, targets, temperature)
+
+
+# === 4. Training loop ===
+
+
+@dataclass
+class Experience:
+    """What an iteration knows of its N samples: tensors [N, T] or [N], on one device apart from cpu_*.
+
+    `experience[rows]` are some samples, cropped to the longest; `concatenate` joins several.
     """
 
-    def __init__(self, folder: str | Path, files: dict[str, str] | None = None):
-        self.folder = folder = Path(folder)
-        names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-                 "generation_config.json", "config.json")
-        self.files = files or {n: read_text(folder / n) for n in names if (folder / n).is_file()}
-        if "tokenizer.json" not in self.files:
-            raise UserError(f"{folder}: has no tokenizer.json (save_pretrained of a fast tokenizer writes it)")
-        with blame(f"{folder / 'tokenizer.json'}: not a tokenizer"):
-            self.tokenizer = tokenizers.Tokenizer.from_str(self.files["tokenizer.json"])
-        self.tokenizer.no_padding()  # saved with the tokenizer, these two would change prompts silently
-        self.tokenizer.no_truncation()
-        config, generation, special, settings = (
-            parse_json(self.files.get(f"{n}.json", "{}"), folder / f"{n}.json")
-            for n in ("config", "generation_config", "special_tokens_map", "tokenizer_config")
-        )
-        settings = special | settings
-        tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
-        self.special_tokens = {k: v for k, v in tokens.items() if isinstance(v, str)}
-        eos, pad = (self.tokenizer.token_to_id(self.special_tokens.get(k, "")) for k in ("eos_token", "pad_token"))
-        stop_ids = {eos}
-        for ids in (config.get("eos_token_id"), generation.get("eos_token_id")):
-            stop_ids.update(ids if isinstance(ids, list) else [ids])
-        self.stop_ids = sorted(stop_ids - {None})
-        if not self.stop_ids:
-            raise UserError(f"{folder}: no eos token in config.json, generation_config.json or tokenizer_config.json")
-        self.eos_id = self.stop_ids[0] if eos is None else eos  # ends demonstrations
-        self.pad_id = self.eos_id if pad is None else pad  # may be an eos: nothing is ever inferred from it
-        self.vocab_size = max(*self.tokenizer.get_vocab(with_added_tokens=True).values(), *self.stop_ids) + 1
-
-        template = self.files.get("chat_template.jinja", settings.get("chat_template"))
-        if isinstance(template, list):  # several, by name
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # jinja2's own escapes HTML
-        env.globals.update(raise_exception=self._raise, strftime_now=time.strftime)
-        with blame(f"{folder}: the chat template does not parse"):
-            self.template = env.from_string(template) if template else None
+    tokens: Tensor
+    mask: Tensor  # [N, T] bool: sampled by the actor
+    logprobs: Tensor  # [N, T] of the sampler
+    rewards: Tensor  # [N, T]
+    lengths: Tensor  # [N]
+    truncated: Tensor  # [N] bool: cut by length or truncated by the environment
+    cpu_lengths: Tensor  # [N] lengths on the CPU, so that shapes are known without waiting for the device
+    cpu_counts: Tensor  # [N] sampled tokens, mask.sum(1), on the CPU
+    old_logprobs: Tensor | None = None  # [N, T], as all up to returns; 0 outside the mask
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    scores: Tensor | None = None  # [N] reward without the KL
+    kl: Tensor | None = None  # [N] nats
 
     @classmethod
-    def from_texts(cls, texts: list[str]) -> HFTokenizer:
-        """A character tokenizer over what `texts` contain: a BPE without merges."""
-        special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-        vocab = {token: i for i, token in enumerate([*special.values(), *sorted(set("".join(texts)))])}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
-        tokenizer.decoder = tokenizers.decoders.Fuse()
-        tokenizer.add_special_tokens(list(special.values()))
-        config = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special})
-        return cls("embedded", {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": config})
+    def from_rollout(cls, batch: Rollout, device: torch.device) -> Experience:
+        truncated = torch.tensor([stop != "eos" for stop in batch.stop])
+        # FORK: which tokens train. Change batch.mask here.
+        tensors = (batch.tokens, batch.mask, batch.logprobs, batch.rewards, batch.lengths, truncated)
+        return cls(*(x.to(device) for x in tensors), cpu_lengths=batch.lengths, cpu_counts=batch.mask.sum(1))
 
-    @staticmethod
-    def _raise(message: str):
-        raise jinja2.TemplateError(message)
+    def map(self, function) -> Experience:
+        return Experience(**{name: None if x is None else function(x) for name, x in vars(self).items()})
 
-    def _render(self, *turns: tuple[str, str]) -> str:
-        messages = [{"role": role, "content": content} for role, content in turns]
-        with blame(f"{self.folder}: the chat template does not render"):
-            return self.template.render(messages=messages, add_generation_prompt=True, **self.special_tokens)
+    def __len__(self) -> int:
+        return len(self.cpu_lengths)
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def encode_prompt(self, prompt: str) -> list[int]:
-        """A user turn in the chat template; without one the plain text, after BOS where the tokenizer adds it."""
-        text = self._render(("user", prompt)) if self.template else prompt
-        return self.encode(text, add_special_tokens=not self.template)
-
-    def encode_feedback(self, text: str) -> list[int]:
-        """The environment's message after a sampled turn: what the template puts between two turns of the assistant."""
-        if self.template is not None:
-            marker = "<<assistant turn>>"
-            whole = self._render(("user", "-"), ("assistant", marker), ("user", text))
-            _, found, text = whole.partition(marker)
-            if not found:
-                raise UserError(f"{self.folder}: the chat template leaves out the assistant's turn")
-            for stop_id in self.stop_ids:  # the actor has sampled the end of its turn itself
-                text = text.removeprefix(self.tokenizer.id_to_token(stop_id) or "")
-        return self.encode(text)
-
-    def decode(self, ids: list[int]) -> str:
-        """Text without special tokens; ids that the tokenizer does not know (padding rows of the model) are skipped."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    def __getitem__(self, rows: slice | Tensor) -> Experience:
+        """`rows`: a slice, which copies nothing, or indices [n] on the CPU."""
+        lengths = self.cpu_lengths[rows]
+        if len(lengths) == 0:  # FSDP's calls are collective: a rank without rows computes a blank one
+            return self.map(lambda x: x.new_zeros(1, *[2] * (x.ndim - 1)))
+        T = int(lengths.max())
+        on_device = rows if isinstance(rows, slice) else rows.to(self.tokens.device)
+        taken = self.map(lambda x: x[on_device if x.device == self.tokens.device else rows])
+        return taken.map(lambda x: x[:, :T] if x.ndim == 2 else x)
 
 
-# === 3. Model ===
+def concatenate(parts: list):
+    """The samples of several Experiences, or Rollouts, padded to the longest."""
+    T = max(part.tokens.shape[1] for part in parts)
+
+    def join(*values):
+        if isinstance(values[0], list):
+            return [item for value in values for item in value]
+        if isinstance(values[0], dict):  # means of statistics
+            return {name: sum(value[name] for value in values) / len(values) for name in values[0]}
+        return values[0] if values[0] is None else torch.cat(
+            [F.pad(x, (0, T - x.shape[1])) if x.ndim == 2 else x for x in values])  # fmt: skip
+
+    return type(parts[0])(*map(join, *(vars(part).values() for part in parts)))
+
+
+def sampled_and_predictor(mb: Experience) -> tuple[Tensor, Tensor]:
+    """Flat indices [n] into B * T: of the sampled tokens, and of the positions whose outputs predict them.
+
+    Training shifts by one here and nowhere else: the output at t - 1 predicts token t, and values the state before it.
+        tokens [a b C D]   mask [0 0 1 1]   ->   sampled [2 3], predictor [1 2]   (row 1: plus T)
+    """
+    n = int(mb.cpu_counts.sum())  # known on the host: nonzero() would wait for the device
+    sampled = torch.nonzero_static(mb.mask.flatten(), size=n)[:, 0]
+    return sampled, sampled - 1
+
+
+def scatter(flat: Tensor, indices: Tensor, mb: Experience) -> Tensor:
+    """[n] -> [B, T], 0 elsewhere."""
+    return flat.new_zeros(mb.tokens.numel()).index_copy(0, indices, flat).view(mb.tokens.shape)
+
+
+def sampled_logprobs(model: Transformer, mb: Experience, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of the sampled tokens, and entropy of the distributions they came from: [B, T] each."""
+    sampled, predictor = sampled_and_predictor(mb)
+    targets = mb.tokens.flatten()[sampled]
+    logprobs, entropy = model(mb.tokens, select=predictor, targets=targets, temperature=temperature)
+    return scatter(logprobs, sampled, mb), scatter(entropy, sampled, mb)
+
+
+def sampled_values(critic: Transformer, mb: Experience) -> Tensor:
+    """Values of the states in which tokens were sampled, [B, T]."""
+    sampled, predictor = sampled_and_predictor(mb)
+    return scatter(critic(mb.tokens, select=predictor), sampled, mb)
+
+
+def last_values(critic: Transformer, mb: Experience) -> Tensor:
+    """V(state after the last token), at the last token, [B, T]."""
+    B, T = mb.tokens.shape
+    last = (mb.lengths - 1).clamp(min=0) + T * torch.arange(B, device=mb.lengths.device)  # [B]
+    return scatter(critic(mb.tokens, select=last), last, mb)
+
+
+@torch.no_grad()
+def score(model: Transformer | None, experience: Experience, function, ranks: Ranks, args: Args) -> Tensor:
+    """`function(model, microbatch)` [N, T] for this rank's share of the rows; 0 for other rows or without a model."""
+    out = torch.zeros(experience.tokens.shape, device=experience.tokens.device)
+    samples = torch.arange(len(experience) if model else 0)
+    for rows in microbatches(samples, experience.cpu_lengths, ranks, args.micro_batch_tokens):
+        result = function(model, experience[rows])
+        if len(rows):
+            out[rows.to(out.device), : result.shape[1]] = result
+    return out
+
+
+def shuffled_minibatches(experience: Experience, ranks: Ranks, args: Args, iteration: int, epoch: int):
+    """Yields (number of sampled tokens, this rank's microbatches) of each minibatch, in another order every epoch.
+
+    The order is a function of (seed, iteration, epoch): there is no generator state to save.
+    """
+    generator = torch.Generator().manual_seed(((args.seed * 1_000_003 + iteration) * 1_000_003 + epoch) % 2**63)
+    # FORK: which samples make a minibatch.
+    for rows in torch.randperm(len(experience), generator=generator).split(args.train_batch_size):
+        n_tokens = int(experience.cpu_counts[rows].sum())
+        parts = microbatches(rows, experience.cpu_lengths, ranks, args.micro_batch_tokens)
+        if n_tokens > 0:  # else there is nothing to learn
+            yield n_tokens, [experience[part] for part in parts]
+
+
+def linear_schedule(first: float, end_fraction: float, step: int, total_steps: int) -> float:
+    """From `first` to `first * end_fraction` over `total_steps`, then constant."""
+    return first * (1 - (1 - end_fraction) * min(1.0, step / max(1, total_steps)))
+
+
+def read_step(parts: list[dict], grad_norm: Tensor, n_tokens: int, ranks: Ranks) -> dict[str, float]:
+    """Numbers of a minibatch: sums over microbatches and ranks of `parts` {name: tensor}, of dev_max the maximum."""
+    table = torch.stack([torch.stack([x.detach().double() for x in part.values()]) for part in parts])
+    sums, peaks = ranks.sum(table.sum(0)), ranks.max(table.amax(0))  # [names]
+    numbers = torch.stack([sums, peaks, full(grad_norm).expand_as(sums)]).tolist()  # the host waits, once a step
+    step = dict(zip(parts[0], numbers[0]))
+    if "dev_max" in step:
+        step["dev_max"] = dict(zip(parts[0], numbers[1]))["dev_max"]
+    norm = numbers[2][0]
+    return step | {"tokens": n_tokens, "grad_norm": norm, "skipped": not math.isfinite(norm)}
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, step: dict) -> None:
+    """Skipped if the gradient is not finite."""
+    optimizer.param_groups[0]["lr"] = step["lr"]
+    if not step["skipped"]:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(args: Args) -> dict:
+    """Run PPO; returns what summary.json holds. Raises UserError for what the user can fix."""
+    with contextlib.ExitStack() as stack:  # closes the run folder whatever happens
+        return ppo(args, stack)
+
+
+def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
+    # --- Ranks, environments, models (None on ranks that do not hold them), run folder
+    plan = validate(args, int(os.environ.get("WORLD_SIZE", 1)))
+    world, actors, critics, dtype = connect(args)
+    device, N = world.device, plan.samples_per_iteration
+    envs, eval_envs = make_envs(args, N, world), make_envs(args, args.eval_episodes, world, evaluation=True)
+    tokenizer, models = build_models(args, envs[0], eval_envs[0], world, actors, critics, dtype)
+    actor, critic, reference, sampler = models
+    actor_optimizer, critic_optimizer = make_optimizer(actor), make_optimizer(critic)
+    trained = {"actor": (actor, actor_optimizer, actors), "critic": (critic, critic_optimizer, critics),
+               "reference": (reference, None, actors)}  # fmt: skip
+    state = resume(args, trained, world)
+    copy_weights(actor, sampler, actors, world)
+    run = stack.enter_context(RunFolder(args, state, world))
+    print0(f"{run.path}: {device.type}, {dtype}, {world.size} ranks\n{step_table(args, plan)}")
+    signals_received = catch_signals(stack)
+    sample = functools.partial(rollout_on_all_ranks, world, sampler, tokenizer)
+    stop_ids = torch.tensor(tokenizer.stop_ids, device=device)
+    state.eval_before = state.eval_before or evaluate(sample, eval_envs, args, state.iteration)
+    run.print_results("before", state.eval_before)
+    interrupt = 0  # number of a signal that ends the run
+
+    def logprobs_of(model, mb):
+        return sampled_logprobs(model, mb, args.temperature)[0]
+
+    while state.iteration < args.num_iterations and not interrupt:
+        iteration, evaluation = state.iteration, {}
+        if args.eval_every and iteration > 0 and iteration % args.eval_every == 0:
+            results = evaluate(sample, eval_envs, args, iteration)
+            evaluation = {f"eval/{name}": x for name, x in results.items()}
+        clock = [time.time()]  # ends of phases; each is where the host waits for the device anyway
+
+        # --- Rollout: the current actor samples. Every rank plays some of the episodes and gets all of them
+        seeds = [state.prompts + i // args.n_samples_per_prompt for i in range(N)]
+        batch = sample(envs, seeds, args, iteration)
+        experience = Experience.from_rollout(batch, device)
+        mask = experience.mask
+        clock.append(time.time())
+
+        # --- Old log-probs, reference log-probs and values: recorded before the first update, then frozen. 0 without a
+        # model; the first ratio is 1 since the same forward computes the new log-probs
+        old_logprobs = score(actor if args.recompute_old_logprobs else None, experience, logprobs_of, actors, args)
+        ref_logprobs = score(reference, experience, logprobs_of, actors, args)
+        values = score(critic, experience, sampled_values, critics, args)
+        bootstrap = score(critic if args.bootstrap_truncated else None, experience, last_values, critics, args)
+        for x in (old_logprobs, ref_logprobs, values, bootstrap):
+            world.sum(x)  # in place: each rank has scored some of the rows
+        if not args.recompute_old_logprobs:
+            old_logprobs = experience.logprobs
+        if args.kl_coef == 0:
+            ref_logprobs = old_logprobs
+
+        # --- Rewards [N, T]: environment and missing-EOS penalty on the last token, KL on every token
+        rewards = experience.rewards.clone()
+        samples, last = torch.arange(N, device=device), experience.lengths - 1  # [N]
+        no_eos = (experience.tokens[samples, last][:, None] != stop_ids).all(dim=-1)  # [N]
+        rewards[samples, last] -= args.missing_eos_penalty * no_eos
+        # FORK: reward shaping.
+        scores = rewards.sum(1)  # [N], logged
+        if args.kl_in == "reward":
+            rewards -= args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
+
+        # --- Advantages, whitened over the rollout (returns are not)
+        # FORK: advantages.
+        bootstrap = bootstrap.sum(1) * experience.truncated  # [N], 0 without --bootstrap-truncated
+        advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
+        advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
+        if advantage_std >= 1e-6:  # else only rounding errors would be blown up
+            advantages = masked_whiten(advantages, mask)
+        if args.rollout_is_cap:  # truncated importance weights: the sampler is not quite the old policy
+            advantages *= (old_logprobs - experience.logprobs).exp().clamp(max=args.rollout_is_cap)
+        experience = dataclasses.replace(
+            experience, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values, returns=returns,
+            advantages=advantages, scores=scores, kl=(old_logprobs - ref_logprobs).sum(1))
+        clock.append(time.time())
+
+        # --- Critic epochs. What the actor's loss needs is frozen: it does not matter who is updated first
+        critic_steps = []  # numbers of each optimizer step
+        for epoch in range(args.critic_epochs if critic else 0):
+            for n_tokens, minibatch in shuffled_minibatches(experience, critics, args, iteration, epoch):
+                parts = []
+                for mb in minibatch:  # microbatches, whose gradients add up
+                    newvalues = sampled_values(critic, mb)
+                    # FORK: value loss.
+                    v_loss = value_loss(newvalues, mb.values, mb.returns, mb.mask, args.value_clip, n_tokens)
+                    v_loss.backward()
+                    parts.append({"value_loss": v_loss})
+                grad_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
+                step = read_step(parts, grad_norm, n_tokens, critics)
+                done = state.critic_steps + len(critic_steps)
+                step["lr"] = linear_schedule(args.critic_lr, args.lr_end, done, plan.critic_steps_total)
+                optimizer_step(critic_optimizer, step)
+                critic_steps.append(step)
+        clock.append(time.time())
+
+        # --- Actor epochs; none during critic warm-up
+        warmup = iteration < args.critic_warmup_iterations
+        actor_steps, early_stop = [], False
+        weights_before = probe_weights(actor)
+        for epoch in range(args.ppo_epochs if actor and not warmup else 0):
+            for n_tokens, minibatch in shuffled_minibatches(experience, actors, args, iteration, epoch):
+                parts = []
+                for mb in minibatch:
+                    newlogprobs, entropy = sampled_logprobs(actor, mb, args.temperature)
+                    # FORK: policy loss.
+                    pg_loss, part = policy_loss(newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,
+                                                args.clip_low, args.clip_high, args.dual_clip, n_tokens)
+                    part["dev_max"] = torch.maximum(part.pop("ratio_max") - 1, 1 - part.pop("ratio_min"))
+                    part |= {"policy_loss": pg_loss, "entropy": entropy.sum() / n_tokens}
+                    loss = pg_loss - args.entropy_coef * part["entropy"]
+                    if args.kl_in == "loss":
+                        kl_loss = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_estimator)  # 0 outside the mask
+                        part["kl_loss"] = kl_loss.sum() / n_tokens
+                        loss = loss + args.kl_coef * part["kl_loss"]
+                    loss.backward()
+                    parts.append(part)
+                grad_norm = nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm)
+                step = read_step(parts, grad_norm, n_tokens, actors)
+                early_stop = args.target_kl is not None and step["approx_kl"] > args.target_kl
+                if early_stop:  # before the step
+                    actor_optimizer.zero_grad()
+                    break
+                done = state.actor_steps + len(actor_steps)
+                step["lr"] = linear_schedule(args.actor_lr, args.lr_end, done, plan.actor_steps_total)
+                optimizer_step(actor_optimizer, step)
+                actor_steps.append(step)
+            if early_stop:
+                break
+        copy_weights(actor, sampler, actors, world)
+        clock.append(time.time())
+        if args.ref_sync_every and (iteration + 1) % args.ref_sync_every == 0 and reference:
+            lerp_weights(reference, actor, args.ref_sync_alpha)
+
+        # --- Diagnosis, logging, saving
+        actor_steps = gather(actor_steps, world)[0]  # the first rank always trains the actor,
+        critic_steps = gather(critic_steps, world)[-1]  # the last one the critic
+        signals = ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, actors, world, args)
+        signals |= {"phase": "critic_warmup" if warmup else "train", "planned": plan.update_steps,
+                    "early_stop": bool(args.target_kl) and not warmup and len(actor_steps) < plan.update_steps,
+                    "adv_raw_std": advantage_std, "compute_dtype": str(dtype)}  # fmt: skip
+        diagnosis = diagnose_ratio(signals)
+        clock.append(time.time())
+        state.advance(args, actor_steps, critic_steps)
+        row = metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, world)
+        run.log(row | evaluation, batch, experience, diagnosis)
+        first_update = state.actor_steps == len(actor_steps)
+        if first_update and diagnosis.cause == "forward_mismatch" and signals["first_dev"] > 1e-2:
+            raise UserError(f"the first ratio is off: {diagnosis.advice} ({diagnosis.evidence})")
+        interrupt = max(gather(max(signals_received, default=0), world))
+        at_end = state.iteration == args.num_iterations
+        if interrupt or (args.save_every and (at_end or state.iteration % args.save_every == 0)):
+            save_checkpoint(run, trained, state, args, world)
+
+    if actor:
+        save_hf_checkpoint(actor, actor.config, tokenizer, run.path / "model")
+    if interrupt:
+        raise SystemExit(128 + interrupt)
+    run.print_results("after", evaluate(sample, eval_envs, args, state.iteration))
+    return run.summary
+
+
+def main() -> None:
+    try:
+        train(tyro.cli(Args, console_outputs=RANK == 0))
+    except UserError as error:
+        if RANK > 0:
+            time.sleep(5)  # an error of all ranks is said by rank 0 alone: torchrun then ends the others
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+# ########################################## Part II: what PPO stands on ###########################################
+
+# === 5. Transformer ===
 
 
 @dataclass
@@ -377,79 +801,42 @@ class ModelConfig:
     raw: dict = field(default_factory=dict)
 
     @classmethod
-    def from_hf(cls, raw: dict, path: str | Path = "config.json") -> ModelConfig:
+    def from_hf(cls, raw: dict) -> ModelConfig:
         """Read a config.json of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
-        kind, rope = raw.get("model_type"), raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        kind, heads = raw["model_type"], raw["num_attention_heads"]
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
-        for key, value, supported in [
-            ("model_type", kind, ("llama", "qwen2", "qwen3")), ("rope type", rope_type, ("default", "llama3")),
-            ("hidden_act", raw.get("hidden_act", "silu"), ("silu",)),
-            ("use_sliding_window", raw.get("use_sliding_window"), (None, False)),
-        ]:
-            if value not in supported:
-                raise UserError(f"{path}: {key} {value!r}: must be one of {', '.join(map(str, supported))}")
-        required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        if missing := [key for key in required if not isinstance(raw.get(key), int)]:
-            raise UserError(f"{path}: {missing[0]} is missing or not an integer")
-        optional = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings")
-        # Bias: Qwen2 has it on q, k, v; Llama and Qwen3 by attention_bias on q, k, v, o, Llama by mlp_bias in the MLP.
-        bias, heads = raw.get("attention_bias", False), raw["num_attention_heads"]
-        return cls(
-            **{key: raw[key] for key in (*required, *optional) if key in raw}, raw=raw,
-            num_key_value_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            rope_theta=rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
-            rope_scaling=rope if rope_type == "llama3" else None,
-            qkv_bias=kind == "qwen2" or bias, o_bias=kind != "qwen2" and bias,
-            mlp_bias=kind == "llama" and raw.get("mlp_bias", False), qk_norm=kind == "qwen3",
-        )
+        if kind not in ("llama", "qwen2", "qwen3") or raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"model_type {kind!r}: must be llama, qwen2 or qwen3, with hidden_act silu")
+        if rope_type not in ("default", "llama3") or raw.get("use_sliding_window"):
+            raise ValueError(f"rope type {rope_type!r}: must be default or llama3, without use_sliding_window")
+        shared = {f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw}
+        bias = raw.get("attention_bias", False)  # on q, k, v and o; Qwen2 always has it, on q, k and v
+        return cls(**shared | {
+            "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+            "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+            "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
+            "rope_scaling": rope if rope_type == "llama3" else None, "qkv_bias": kind == "qwen2" or bias,
+            "o_bias": kind != "qwen2" and bias, "qk_norm": kind == "qwen3", "raw": raw,
+        })  # fmt: skip
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
     """Rotary frequencies [D / 2] (https://arxiv.org/abs/2104.09864), stretched where Llama 3.1's scaling asks."""
     exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
-    frequencies, s = config.rope_theta**-exponents, config.rope_scaling
-    if s is None:
+    frequencies, scaling = config.rope_theta**-exponents, config.rope_scaling
+    if scaling is None:
         return frequencies
-    turns = s["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original context
-    smooth = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
-    return (1 - smooth) * frequencies / s["factor"] + smooth * frequencies
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original context
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * frequencies / scaling["factor"] + smooth * frequencies
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, T, H, D] by angles with cos, sin [B, T, 1, D / 2], in fp32. Pairs are (i, i + D / 2), as in HF."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
-# x @ weight.T + bias for a weight that oneDNN has laid out for its kernels; that one no longer tells its shape, so the
-# number of output features is passed. An operator of its own: torch.compile takes oneDNN's for constant weights only.
-namespace = re.sub(r"\W", "_", __name__)
-operators = torch.library.Library(namespace, "FRAGMENT")
-operators.define("packed_linear(Tensor x, Tensor weight, Tensor? bias, int features) -> Tensor")
-operators.impl("packed_linear", lambda x, weight, bias, features: torch.ops.mkldnn._linear_pointwise.default(
-    x, weight, bias, "none", [], ""), "CompositeExplicitAutograd")  # fmt: skip
-torch.library.register_fake(f"{namespace}::packed_linear", lambda x, weight, bias, features: x.new_empty(
-    *x.shape[:-1], features))  # fmt: skip
-packed_linear = getattr(torch.ops, namespace).packed_linear.default
-
-
-class Linear(nn.Linear):
-    """nn.Linear that a rollout on the CPU packs: else each product with a few rows would lay out the weight again."""
-
-    packed = None
-
-    def pack(self, rows: int) -> None:
-        """Lay out the weight, as it is now, for products with `rows` rows; 0 takes that back."""
-        able = self.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        if self.weight.dtype == torch.bfloat16:
-            able = able and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), rows) if able and rows else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None:
-            return super().forward(x)
-        return packed_linear(x, self.packed, self.bias, self.out_features)
+    """Rotate the pairs (i, i + D / 2) of x [B, T, H, D], as in HF, in fp32. cos, sin [B or 1, T, 1, D]."""
+    swapped = x.float().roll(x.shape[-1] // 2, dims=-1)  # [second half, first half], whose signs are in sin
+    return (x.float() * cos + swapped * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -457,29 +844,29 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.D, hidden = layer, config.head_dim, config.hidden_size
         self.H, self.Hkv = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = Linear(hidden, self.H * self.D, bias=config.qkv_bias)
-        self.k_proj = Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
-        self.v_proj = Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
-        self.o_proj = Linear(self.H * self.D, hidden, bias=config.o_bias)
-        norm = functools.partial(nn.RMSNorm, self.D, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = norm(), norm()
+        self.grouped = self.H != self.Hkv  # compared in compiled code, it would break the graph
+        # FORK: model surgery, such as adapters.
+        self.q_proj = nn.Linear(hidden, self.H * self.D, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(self.H * self.D, hidden, bias=config.o_bias)
+        self.q_norm = nn.RMSNorm(self.D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x, cos, sin, cache=None, positions=None, mask=None):
         B, T, _ = x.shape
-        q = apply_rope(self.q_norm(self.q_proj(x).view(B, T, self.H, self.D)), cos, sin)
-        k = apply_rope(self.k_norm(self.k_proj(x).view(B, T, self.Hkv, self.D)), cos, sin)
+        q = apply_rope(self.q_norm(self.q_proj(x).view(B, T, self.H, self.D)), cos, sin)  # [B, T, H, D]
+        k = apply_rope(self.k_norm(self.k_proj(x).view(B, T, self.Hkv, self.D)), cos, sin)  # [B, T, Hkv, D]
         v = self.v_proj(x).view(B, T, self.Hkv, self.D)
         if cache is None:
-            # Rows start at index 0, so causality alone hides the padding on the right: no mask, the fast kernel stays.
+            # Rows start at index 0, so causality alone hides the padding on the right, and fast kernels apply.
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or Hkv, T, D]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.H != self.Hkv)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
             return self.o_proj(out.transpose(1, 2).flatten(2))
         # With a mask, `enable_gqa` takes the slow math kernel: the G query heads of a key head become queries of it.
         k, v = cache.update(self.layer, k, v, positions)  # [B, Hkv, S, D]
         q = q.view(B, T, self.Hkv, -1, self.D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
-        out = torch.cat([  # of one half of the rows, then of the other, whose longest may be shorter
-            F.scaled_dot_product_attention(q[a:b], k[a:b, :, :live], v[a:b, :, :live], attn_mask=mask[a:b, ..., :live])
-            for a, b, live in cache.parts])  # fmt: skip
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         out = out.view(B, self.Hkv, -1, T, self.D).permute(0, 3, 1, 2, 4)  # [B, T, Hkv, G, D]
         return self.o_proj(out.flatten(2))
 
@@ -487,11 +874,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -499,8 +887,8 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.self_attn, self.mlp = Attention(config, layer), MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, *context) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), *context)
@@ -508,7 +896,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Actor and reference (head="lm"), critic and reward model (head="scalar"). Parameters are named as in HF."""
+    """Actor and reference (head="lm"), or critic (head="scalar"). Parameters are named as in HF."""
 
     def __init__(self, config: ModelConfig, head: Literal["lm", "scalar"] = "lm"):
         super().__init__()
@@ -516,10 +904,10 @@ class Transformer(nn.Module):
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers)),
-            "norm": nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
+            "norm": nn.RMSNorm(config.hidden_size, config.rms_norm_eps),
         })
         if head == "lm":
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         else:
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
         self.register_buffer("rope", rope_frequencies(config), persistent=False)
@@ -530,20 +918,19 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens, positions=None, cache=None, select=None, targets=None, temperature=1.0):
-        """Logits [B, T, V] of `tokens` [B, T]; scalar head: [B, T]. The one entry point, for FSDP's hooks.
+        """Logits [B, T, V] of `tokens` [B, T], of the scalar head values [B, T]. The only entry point: FSDP hooks it.
 
-        `select` [n], flat indices into B * T, limits the head to those positions: logits [n, V], scalars [n]. With
-        `targets` [n] the result is (log-probs [n], entropy [n]) at `temperature`, and logits never exist as a whole.
-        The rollout passes `positions` [B, T] and its `cache`, which keys and values are written to and read from.
+        With `select` [n], flat indices into B * T: of these positions alone. With `targets` [n], too: their log-probs
+        [n] and the entropy [n]. The rollout passes `positions` [B, T] and its `cache`.
         """
-        B, T = tokens.shape
-        angles = torch.arange(T, device=tokens.device)[None] if positions is None else positions  # [B or 1, T]
-        angles = angles[..., None, None].float() * self.rope  # [B or 1, T, 1, D / 2]
-        context = (angles.cos(), angles.sin())
+        at = torch.arange(tokens.shape[1], device=tokens.device)[None] if positions is None else positions
+        angles = at[..., None, None].float() * self.rope  # [B or 1, T, 1, D / 2]
+        cos, sin = angles.cos(), angles.sin()
+        context = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))  # [B or 1, T, 1, D]
         if cache is not None:
             G = self.config.num_attention_heads // self.config.num_key_value_heads
-            # Repeated as a whole, since Attention folds [G, T] queries in this order: mask [B, 1, G * T, S].
-            context += (cache, positions, cache.mask(positions).repeat(1, G, 1)[:, None])
+            mask = cache.attention_mask(positions).repeat(1, G, 1)[:, None]  # [B, 1, G * T, S], as queries are folded
+            context += (cache, positions, mask)
         x = self.model.embed_tokens(tokens)  # [B, T, hidden]
         for block in self.model.layers:
             if self.checkpointing and torch.is_grad_enabled():
@@ -551,128 +938,90 @@ class Transformer(nn.Module):
             else:
                 x = block(x, *context)
         x = self.model.norm(x).flatten(0, 1)  # [B * T, hidden]
-        x = x if select is None else x[select]  # [n, hidden]
+        if select is not None:
+            x = x[select]  # [n, hidden]
         if targets is not None:
             return token_logprobs(x, self.lm_head.weight, targets, temperature)
-        # Values and rewards in fp32: bfloat16 would round them by more than the value clip resolves.
-        out = self.lm_head(x) if self.head == "lm" else self.score(x.float())[:, 0].clone()  # FSDP wants no view
-        return out if select is not None else out.unflatten(0, (B, T))
-
-
-def find_checkpoint(flag: str, name: str) -> Path:
-    """Folder of a checkpoint: `name` itself, or a snapshot of the hub's org/name."""
-    if Path(name).is_dir():
-        return Path(name)
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise UserError(f"--{flag} {name}: no such folder, and not a hub id of the form org/name")
-    import huggingface_hub
-
-    with blame(f"--{flag} {name}: no such folder, and the hub cannot be reached or lacks it"):
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-
-
-def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm") -> tuple[Transformer, ModelConfig]:
-    """Load config.json and safetensors, single or sharded, of folder `path`. Raises UserError naming file or tensor.
-
-    With head="scalar" an lm head in the files is passed over, and a missing score head starts from zeros.
-    """
-    path = Path(path)
-    json_path, index, files = path / "config.json", path / "model.safetensors.index.json", ["model.safetensors"]
-    with blame(f"{json_path}: malformed"), torch.device("meta"):
-        config = ModelConfig.from_hf(parse_json(read_text(json_path), json_path), json_path)
-        model = Transformer(config, head)
-    if index.is_file():
-        with blame(f"{index}: has no weight_map of file names"):
-            files = sorted({str(file) for file in parse_json(read_text(index), index)["weight_map"].values()})
-    state, passed_over = {}, ["rotary_emb.inv_freq", "score.weight" if head == "lm" else "lm_head.weight"]
-    if config.tie_word_embeddings:
-        passed_over.append("lm_head.weight")
-    for file in files:
-        with blame(f"{path / file}: missing or corrupt; only safetensors are read"):
-            tensors = safetensors.torch.load_file(path / file, device=str(device))
-        state |= {name: x.to(dtype) for name, x in tensors.items() if not name.endswith(tuple(passed_over))}
-    if head == "scalar":
-        state.setdefault("score.weight", torch.zeros(1, config.hidden_size, dtype=dtype, device=device))
-    elif config.tie_word_embeddings and "model.embed_tokens.weight" in state:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    with blame(f"{path}: the weights do not fit config.json"):
-        model.load_state_dict(state, assign=True)  # names the tensors that are missing, unknown or of another shape
-    model.tie_weights()  # `assign` has untied them
-    return model.to(device), config
-
-
-def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTokenizer, path: str | Path) -> None:
-    """Write a folder that transformers' AutoModelForCausalLM and AutoTokenizer load, in place of an earlier one."""
-    path, partial = Path(path), Path(f"{path}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    state = {name: p.detach().cpu().contiguous() for name, p in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
-    safetensors.torch.save_file(state, partial / "model.safetensors", metadata={"format": "pt"})
-    dtype_key = "dtype" if "dtype" in config.raw else "torch_dtype"  # of transformers 5 and 4
-    raw = config.raw | {dtype_key: str(model.model.norm.weight.dtype).removeprefix("torch.")}
-    for name, text in (tokenizer.files | {"config.json": json.dumps(raw, indent=2)}).items():
-        (partial / name).write_text(text, encoding="utf-8")
-    old = Path(f"{path}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    partial.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-# === 4. Rollout ===
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes, as far as the system tells."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    with contextlib.suppress(OSError, TypeError):
-        return 1024 * int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1])
-    return math.inf
+        if self.head == "lm":
+            out = self.lm_head(x)
+        else:  # in fp32: bfloat16 would round values by more than the value clip resolves
+            out = self.score(x.float())[:, 0].clone()  # FSDP wants no view
+        return out if select is not None else out.unflatten(0, tokens.shape)
 
 
 class KVCache:
-    """Keys and values of `rows` rows, [L][2][rows, Hkv, size + 1, D]; padding is written to position `size`."""
+    """Keys and values of every layer, [rows, Hkv, S, D] each. Index `size` is scratch: padding is written there."""
 
     def __init__(self, config: ModelConfig, rows: int, size: int, dtype=torch.float32, device="cpu"):
-        L, Hkv, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        row, free = 2 * L * Hkv * (size + 1) * D * dtype.itemsize, free_memory(torch.device(device))  # bytes
-        if rows * row > free:
-            raise UserError(
-                f"--rollout-slots: a KV cache of 2 x {L} layers x {rows} rows x {Hkv} heads x {size + 1} tokens x {D} "
-                f"x {dtype.itemsize} bytes takes {rows * row / 1e9:,.1f} GB; {free / 1e9:,.1f} GB are free, enough for "
-                f"{100 * free // (rows * row):.0f}% of these rows; or lower --max-prompt-tokens and --max-new-tokens")
-        buffer = functools.partial(torch.zeros, rows, Hkv, size + 1, D, dtype=dtype, device=device)
-        self.layers = [(buffer(), buffer()) for _ in range(L)]  # as one tensor compiled code would copy it each step
-        self.size, self.all_rows = size, torch.arange(rows, device=device)
-        self.look_at(size + 1)
+        self.size = size
+        self.attend = round_up(size + 1)  # S; attention reads the indices below
+        self.rows, self.all_rows = torch.arange(rows, device=device), True  # rows that the next forward is for
+        shape = (rows, config.num_key_value_heads, self.attend, config.head_dim)
+        zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
+        self.layers = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
 
-    def look_at(self, *lives: int, rows: Tensor | None = None) -> None:
-        """The next forwards are of `rows` (default all) in as many parts as `lives`, the positions they attend to."""
-        count, n = len(self.all_rows if rows is None else rows), len(lives)
-        lives = [min(-(-live // 16) * 16, self.size + 1) for live in lives]  # in steps: fewer shapes
-        parts = ((count * i // n, count * (i + 1) // n, live) for i, live in enumerate(lives))
-        self.parts, self.live, self.rows = [part for part in parts if part[0] < part[1]], max(lives), rows
+    def view(self, attend: int, rows: Tensor | None = None) -> KVCache:
+        """The same memory, for a forward of `rows` (default: all) that attends to `attend` positions."""
+        view = copy.copy(self)
+        view.attend = min(round_up(attend), self.attend)
+        if rows is not None:
+            view.rows, view.all_rows = rows, False
+        return view
 
-    def mask(self, positions: Tensor) -> Tensor:
-        """[B, T, live]: a query sees positions up to its own; what an earlier sample left behind lies beyond.
+    def attention_mask(self, positions: Tensor) -> Tensor:
+        """[B, T, attend], 0 or -inf: a query sees its own position and those before; older samples' text is behind."""
+        hidden = torch.arange(self.attend, device=positions.device) > positions[..., None]
+        return self.layers[0][0].new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
 
-        To add to scores, 0 or -infinity: of booleans attention would make this in every layer.
-        """
-        beyond = torch.arange(self.live, device=positions.device) > positions[..., None]
-        return self.layers[0][0].new_zeros(beyond.shape).masked_fill_(beyond, -math.inf)
+    def update(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v [B, T, Hkv, D] at `positions` [B, T]; returns keys and values [B, Hkv, attend, D]."""
+        keys, values = self.layers[layer]
+        keys[self.rows[:, None], :, positions] = k
+        values[self.rows[:, None], :, positions] = v
+        rows = slice(None) if self.all_rows else self.rows  # a slice does not copy
+        return keys[rows, :, : self.attend], values[rows, :, : self.attend]
 
-    def update(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Write k, v [B, T, Hkv, D] at `positions` [B, T]; returns all live keys and values, [B, Hkv, live, D] each."""
-        buffers, rows = self.layers[layer], self.all_rows if self.rows is None else self.rows
-        taken = slice(len(rows)) if self.rows is None else rows
-        for buffer, new in zip(buffers, (k, v), strict=True):
-            buffer[rows[:, None], :, positions] = new
-        return tuple(buffer[taken, :, : self.live] for buffer in buffers)
+
+def round_up(n: int) -> int:
+    """To a multiple of 16: few shapes to compile for, and attention masks that are aligned."""
+    return -(-n // 16) * 16
+
+
+class ChunkedLogprobs(torch.autograd.Function):
+    """`token_logprobs` in chunks of positions. The backward pass computes the logits of a chunk again."""
+
+    @staticmethod
+    def chunks(hidden, weight, targets, temperature):
+        rows = max(1, 2 ** (26 if hidden.is_cuda else 22) // len(weight))  # fp32 logits of 16 MB, on a GPU 256 MB
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            logits = (hidden[part] @ weight.T).float().div_(temperature)  # [rows, V]
+            yield part, F.log_softmax(logits, dim=-1), targets[part, None]
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature):
+        logprobs = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        entropy = torch.zeros_like(logprobs)
+        for part, log_p, target in ChunkedLogprobs.chunks(hidden, weight, targets, temperature):
+            logprobs[part] = log_p.gather(1, target)[:, 0]
+            entropy[part] = -(log_p.exp() * log_p).sum(-1)
+        ctx.save_for_backward(hidden, weight, targets, entropy)
+        ctx.temperature = temperature
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, targets, entropy = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        for part, log_p, target in ChunkedLogprobs.chunks(hidden, weight, targets, ctx.temperature):
+            # d logprob / d logits = onehot - p, d entropy / d logits = -p * (log p + entropy). In place, for memory.
+            g = grad_logprobs[part, None]
+            p = log_p.exp()
+            log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(g)
+            grad = p.mul_(log_p).neg_().scatter_add_(1, target, g).div_(ctx.temperature).to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            grad_weight += grad.T @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 def hash32(x: Tensor) -> Tensor:
@@ -683,247 +1032,141 @@ def hash32(x: Tensor) -> Tensor:
 
 
 def sample_keys(seed: int, iteration: int, sample_ids, device="cpu") -> Tensor:
-    """One key word [N] for each sample of an iteration."""
-    word = lambda x: torch.tensor(list(x), device=device).to(torch.int32)
-    return hash32(hash32(hash32(word([seed])) ^ word([iteration])) ^ word(sample_ids))
+    """One key [N] for each sample of an iteration, so that its text depends neither on batch and slot, nor on ranks."""
+    seed, iteration, ids = (torch.tensor(x, device=device).to(torch.int32) for x in (seed, iteration, list(sample_ids)))
+    return hash32(hash32(hash32(seed) ^ iteration) ^ ids)
 
 
-def exponential_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
-    """Exponential noise [B, V], a pure function of key word, token index [B] and vocabulary id: no generator, no state.
-
-    A sample's text then does not depend on its batch or slot, on order, ranks or a resume.
-    """
-    second = hash32(hash32(keys ^ 0x5851F42D) ^ index.to(torch.int32))  # the token's key word; any constant will do
+def sampling_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
+    """`torch.empty(B, V).exponential_()`, but a pure function of sample key [B], token index [B] and vocabulary id."""
+    token_keys = hash32(hash32(keys ^ 0x5851F42D) ^ index.to(torch.int32))  # any constant will do
     ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
-    x = hash32(hash32(ids ^ keys[:, None]) ^ second[:, None])  # [B, V]
-    # 31 bits: with the top 24 alone u rounds to 1, and rare tokens are drawn too often.
+    x = hash32(hash32(ids ^ keys[:, None]) ^ token_keys[:, None])  # [B, V]
+    # 31 bits: with 24 alone u rounds to 1, and rare tokens are drawn too often.
     u = ((x >> 1) & 0x7FFFFFFF).float().add(0.5).mul(2**-31).clamp(max=1 - 2**-24)
     return -torch.log1p(-u)
 
 
-@dataclass
-class Rollout:
-    """N samples of up to T tokens, on the CPU."""
-
-    tokens: Tensor  # [N, T] int64: prompt, response, text of the environment
-    mask: Tensor  # [N, T] bool: the actor sampled this token
-    logprobs: Tensor  # [N, T] fp32: log-prob with which it did, 0 outside the mask
-    rewards: Tensor  # [N, T] fp32: a turn's reward on its last sampled token
-    lengths: Tensor  # [N] int64
-    stop: list[str]  # "eos": the episode ended; "length": cut by max_new_tokens; "env": truncated by the environment
-    texts: list[str]  # what followed the prompt
-    stats: dict[str, float]  # logged as they are
-    prompts: list[str]
-    success: list[bool]  # info["success"] of the last step, else whether the rewards sum to more than 0
+# === 6. Tokenizer and Hugging Face checkpoints ===
 
 
-def episodes_at_once(args: Args, samples: int) -> int:
-    """How many environments a rollout of `samples` can use."""
-    return min(args.rollout_slots, samples)
+class HFTokenizer:
+    """Text <-> ids, chat template and stop ids of a Hugging Face folder."""
+
+    def __init__(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None):
+        self.folder = Path(folder)
+        with rephrase(f"{folder}: transformers cannot load its tokenizer.json and tokenizer_config.json"):
+            self.hf = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        stop_ids = {self.hf.eos_token_id}
+        for name in ("config.json", "generation_config.json"):
+            ids = read_json(self.folder / name).get("eos_token_id") if (self.folder / name).is_file() else None
+            stop_ids.update(ids if isinstance(ids, list) else [ids])
+        self.stop_ids = sorted(stop_ids - {None})
+        if not self.stop_ids:
+            raise UserError(f"{folder}: no eos token in config.json, generation_config.json or tokenizer_config.json")
+        self.eos_id = self.stop_ids[0] if self.hf.eos_token_id is None else self.hf.eos_token_id  # of demonstrations
+        self.pad_id = self.eos_id if self.hf.pad_token_id is None else self.hf.pad_token_id
+        self.vocab_size = max(*self.hf.get_vocab().values(), *self.stop_ids) + 1
+
+    @classmethod
+    def from_texts(cls, texts: list[str]) -> HFTokenizer:
+        """A character tokenizer over what `texts` contain: a BPE without merges."""
+        special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+        vocab = {token: i for i, token in enumerate([*special.values(), *sorted(set("".join(texts)))])}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
+        tokenizer.decoder = tokenizers.decoders.Fuse()
+        return cls("embedded", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
+
+    def render(self, *turns: tuple[str, str]) -> str:
+        messages = [{"role": role, "content": content} for role, content in turns]
+        with rephrase(f"{self.folder}: the chat template does not render"):
+            return self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self.hf.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """A user turn in the chat template; without one the plain text, after BOS where the tokenizer adds it."""
+        if self.hf.chat_template:
+            return self.encode(self.render(("user", prompt)))
+        return self.encode(prompt, add_special_tokens=True)
+
+    def encode_feedback(self, text: str) -> list[int]:
+        """The environment's message after a sampled turn: what the template puts between two turns of the assistant."""
+        if self.hf.chat_template:
+            whole = self.render(("user", "-"), ("assistant", "<<turn>>"), ("user", text))
+            text = whole.partition("<<turn>>")[2]
+            for stop_id in self.stop_ids:  # the actor has sampled the end of its turn itself
+                text = text.removeprefix(self.hf.convert_ids_to_tokens(stop_id) or "")
+        return self.encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text without special tokens and unknown ids."""
+        return self.hf.decode(ids, skip_special_tokens=True)
 
 
-class Engine:
-    """Samples episodes in B slots, the rows that decode, in one shape. A row holds a sample at a time, `ids` its text.
-
-    Between two host reads K tokens are decoded. A row that ends earlier is dead for the rest of the block: it reads and
-    writes the scratch position. A row's newest token is never in the cache: the next `decode_step` feeds it.
-    """
-
-    def __init__(self, actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy):
-        self.actor, self.tokenizer, self.args, self.greedy = actor, tokenizer, args, greedy
-        self.envs = [env if isinstance(env, EnvThread) else EnvThread(env, args.env_timeout) for env in envs]
-        self.seeds, self.sample_ids, N, weight = list(seeds), list(sample_ids), len(seeds), actor.model.norm.weight
-        self.slots = B = min(episodes_at_once(args, N), len(envs))
-        self.K = 8 if weight.is_cuda else 1  # on the CPU a host read costs nothing
-        self.S = S = args.max_prompt_tokens + args.max_new_tokens
-        self.cache = KVCache(actor.config, B, S, weight.dtype, weight.device)
-        zeros, self.tensor = (functools.partial(make, device=weight.device) for make in (torch.zeros, torch.tensor))
-        # By sample; column S is scratch.
-        self.tokens, self.mask = zeros(N, S + 1, dtype=torch.int64), zeros(N, S + 1, dtype=torch.bool)
-        self.logprobs = zeros(N, S + 1)
-        self.rewards, self.lengths, self.success = torch.zeros(N, S), [0] * N, [False] * N
-        self.prompts, self.texts, self.stop = [""] * N, [""] * N, [""] * N
-        self.keys = sample_keys(args.seed, iteration, self.sample_ids, weight.device)
-        self.new_tokens = [args.max_new_tokens] * N  # how many may follow the prompt; benchmarks force lengths here
-        # By slot, on the device: the sample it holds, the row's length and limit, whether the row decodes.
-        self.sample, self.length, self.limit = (zeros(B, dtype=torch.int64) for _ in range(3))
-        self.alive, self.stop_ids = zeros(B, dtype=torch.bool), torch.tensor(tokenizer.stop_ids, device=weight.device)
-        # By row, on the host: sample, its token ids, how many of them are in the cache, how many are the prompt.
-        self.holds, self.ids, self.cached, self.prompt_length = ([0] * B for _ in range(4))
-        # A row is free, or its environment is at work ({row: call}), or it waits for its prefill, or it decodes.
-        self.pending, self.waiting, self.decoding = {}, [], []
-        self.counts = collections.Counter()
-        self.compiled = args.compile == "on"
-
-    def admit(self, slot: int, sample: int) -> None:
-        """Give a row to a sample, whose environment begins."""
-        self.holds[slot], self.pending[slot] = sample, self.envs[slot].submit("reset", seed=self.seeds[sample])
-
-    @torch.no_grad()
-    def prefill(self) -> None:
-        """Write keys and values of the waiting rows' new tokens, all but the newest, to the cache; then they decode."""
-        slots, self.waiting = sorted(self.waiting), []
-        first = {}  # samples of one prompt share a prefill: the first of them runs, the others copy its row
-        key = lambda slot: slot if self.cached[slot] else tuple(self.ids[slot])  # later turns share nothing
-        copies = [(slot, leader) for slot in slots if (leader := first.setdefault(key(slot), slot)) != slot]
-        run, new = [*first.values()], [self.ids[slot][self.cached[slot] : -1] for slot in first.values()]
-        width, live = max(map(len, new)), max(len(self.ids[slot]) for slot in slots)
-        tokens = self.tensor([ids + [0] * (width - len(ids)) for ids in new])  # [R, T]
-        state = [(slot, self.cached[slot], len(self.ids[slot])) for slot in run]
-        rows, start, length = self.tensor(state).T  # [R] each
-        positions = start[:, None] + torch.arange(width, device=rows.device)  # [R, T]
-        positions = torch.where(positions < length[:, None] - 1, positions, self.S)
-        parts = torch.arange(len(rows), device=rows.device).split(max(1, self.args.micro_batch_tokens // max(1, width)))
-        for part in parts if width else ():
-            self.cache.look_at(live, rows=rows[part])
-            self.actor(tokens[part], positions[part], self.cache, select=rows[:0])  # no logits wanted
-        for slot in slots:
-            self.cached[slot] = len(self.ids[slot]) - 1
-        self.copy_rows(copies)
-        self.counts["prefill_tokens"] += sum(map(len, new))
-        self.start_decoding(slots)
-
-    def copy_rows(self, copies: list[tuple[int, int]]) -> None:
-        """For each (target, source) copy the keys and values of the text that the target holds."""
-        if copies:
-            (targets, sources), live = self.tensor(copies).T, max(len(self.ids[target]) for target, _ in copies)
-            for buffer in itertools.chain(*self.cache.layers):
-                buffer[targets, :, :live] = buffer[sources, :, :live]
-
-    def start_decoding(self, slots: list[int]) -> None:
-        """Put the text of rows, whose cache is filled, and their state on the device."""
-        if not slots:
-            return
-        texts, self.decoding = [self.ids[slot] for slot in slots], self.decoding + slots
-        rows, width = self.tensor(slots), max(map(len, texts))
-        state = [(self.holds[slot], len(self.ids[slot]), len(self.ids[slot]) + self.room(slot)) for slot in slots]
-        self.sample[rows], self.length[rows], self.limit[rows] = self.tensor(state).T
-        self.tokens[self.sample[rows], :width] = self.tensor([text + [0] * (width - len(text)) for text in texts])
-        self.alive[rows] = True
-
-    def decode_step(self) -> Tensor:
-        """Sample one token in every row that is alive; returns them [B]. Fixed shapes, no host read."""
-        position = torch.where(self.alive, self.length - 1, self.S)
-        newest = self.tokens[self.sample, position]
-        logits = self.actor(newest[:, None], position[:, None], self.cache, select=self.cache.all_rows)  # [B, V]
-        logprobs = scores = F.log_softmax(logits.float() / self.args.temperature, dim=-1)
-        if not self.greedy:  # argmax of p / exponential noise draws from p, without the sync of torch.multinomial
-            scores = logprobs.exp() / exponential_noise(self.keys[self.sample], self.length, logits.shape[1])
-        token = scores.argmax(dim=-1)
-        position = torch.where(self.alive, self.length, self.S)
-        self.tokens[self.sample, position], self.mask[self.sample, position] = token, True
-        self.logprobs[self.sample, position] = logprobs.gather(1, token[:, None])[:, 0]
-        self.length += self.alive
-        self.alive &= ~torch.isin(token, self.stop_ids) & (self.length < self.limit)
-        return token
-
-    @torch.no_grad()
-    def decode_block(self) -> list[int]:
-        """Decode K tokens, then read them in one go; returns the slots whose turn has ended."""
-        lives = [len(self.ids[slot]) + self.K if slot in self.decoding else 1 for slot in range(self.slots)]
-        # Compiled code takes all rows at once: else it would be made anew for either half being the shorter one.
-        halves = [lives] if self.compiled else [lives[: self.slots // 2] or [1], lives[self.slots // 2 :]]
-        self.cache.look_at(*map(max, halves))
-        step = compiled_step if self.compiled else Engine.decode_step
-        block = torch.stack([step(self) for _ in range(self.K)], dim=1).tolist()  # [B, K]
-        ended, self.counts["row_steps"] = [], self.counts["row_steps"] + self.K * self.slots
-        for slot in self.decoding:
-            for token in block[slot]:
-                self.ids[slot].append(token)
-                self.counts["useful_row_steps"] += 1
-                if token in self.tokenizer.stop_ids or self.room(slot) == 0:
-                    ended.append(slot)
-                    break
-        self.decoding = sorted(set(self.decoding) - set(ended))
-        self.counts["decode_steps"] += self.K
-        return ended
-
-    def room(self, slot: int) -> int:
-        """How many more tokens the row of `slot` may take."""
-        return self.prompt_length[slot] + self.new_tokens[self.holds[slot]] - len(self.ids[slot])
-
-    def submit_turn(self, slot: int) -> None:
-        """Hand a finished turn to its environment, which works beside the decoding of other rows."""
-        turn = self.ids[slot][self.cached[slot] + 1 :]
-        self.pending[slot] = self.envs[slot].submit("step", self.tokenizer.decode(turn))
-
-    def take_answer(self, slot: int) -> None:
-        """Take what the environment says: queue a prompt, or book a reward and queue a text, or end the sample."""
-        sample, ids, env, future = self.holds[slot], self.ids[slot], self.envs[slot], self.pending.pop(slot)
-        if future.method == "reset":
-            self.prompts[sample], _ = env.result(future, f"seed {self.seeds[sample]}")
-            self.ids[slot] = prompt_ids(self.tokenizer, self.prompts[sample], self.args)
-            self.prompt_length[slot], self.cached[slot] = len(self.ids[slot]), 0
-            self.waiting.append(slot)
-            return
-        where = f"sample {self.sample_ids[sample]} with seed {self.seeds[sample]}, prompt {self.prompts[sample]!r:.80}"
-        text, reward, terminated, truncated, info = env.result(future, where)
-        self.rewards[sample, len(ids) - 1] = float(reward)
-        if ids[-1] not in self.tokenizer.stop_ids:  # cut in mid-turn, whatever the environment makes of it
-            stop = "length"
-        elif terminated or truncated:
-            stop = "eos" if terminated else "env"
-        else:
-            feedback = self.tokenizer.encode_feedback(text)
-            stop = "" if len(feedback) < self.room(slot) else "length"
-        if not stop:
-            self.cached[slot], self.ids[slot] = len(ids) - 1, ids + feedback  # the newest token is not in the cache
-            self.waiting.append(slot)
-            return
-        self.stop[sample], self.lengths[sample] = stop, len(ids)
-        self.texts[sample] = self.tokenizer.decode(ids[self.prompt_length[slot] :])
-        self.success[sample] = bool(info.get("success", float(self.rewards[sample].sum()) > 0))
-
-    def result(self) -> Rollout:
-        T, counts = max(self.lengths), self.counts
-        stats = {f"rollout/{name}": counts[name] for name in ("decode_steps", "prefill_tokens")}
-        stats["rollout/slot_occupancy"] = counts["useful_row_steps"] / counts["row_steps"]
-        tensors = (x[:, :T].cpu() for x in (self.tokens, self.mask, self.logprobs, self.rewards))
-        return Rollout(*tensors, torch.tensor(self.lengths), self.stop, self.texts, stats, self.prompts, self.success)
+def read_json(path: Path) -> dict:
+    with rephrase(f"{path}: must be a JSON object"):
+        return dict(**json.loads(path.read_text()))
 
 
-compiled_step = torch.compile(Engine.decode_step, dynamic=True)  # at its first call; one for all rollouts
+def load_config(folder: str | Path) -> ModelConfig:
+    with rephrase(f"{folder}/config.json"):
+        return ModelConfig.from_hf(read_json(Path(folder, "config.json")))
 
 
-@contextlib.contextmanager
-def packed(actor: Transformer, rows: int, args: Args):
-    """With --compile on: the actor's weights laid out for products with `rows` rows. They must not change meanwhile."""
-    linears = [module for module in actor.modules() if isinstance(module, Linear)] if args.compile == "on" else []
-    try:
-        for linear in linears:
-            linear.pack(rows)
-        yield
-    finally:
-        for linear in linears:
-            linear.pack(0)
+def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm") -> tuple[Transformer, ModelConfig]:
+    """Load config.json and safetensors, single or sharded. Raises UserError naming file or tensor."""
+    config = load_config(path)
+    model = materialize(on_meta(config, head).to(dtype), device)
+    load_weights(model, path)
+    return model, config
 
 
-def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
-    """Sample one episode for each of `seeds` [N] with `actor`, in waves of up to rollout_slots (and len(envs)) rows.
+@torch.no_grad()
+def load_weights(model: Transformer, folder: str | Path) -> None:
+    """Fill `model`, which may be sharded, tensor by tensor. A scalar head that the files lack starts from zeros."""
+    missing, files = dict(model.named_parameters()), ["model.safetensors"]
+    unused = {"lm_head.weight", "score.weight"} - missing.keys()  # other head, or tied to the embedding
+    index = Path(folder, "model.safetensors.index.json")
+    if index.is_file():
+        with rephrase(f"{index}: has no weight_map"):
+            files = sorted(set(read_json(index)["weight_map"].values()))
+    for file in files:
+        path = Path(folder, file)
+        with rephrase(f"{path}: missing, corrupt or of another model"), safetensors.safe_open(path, "pt") as tensors:
+            for name in tensors.keys():
+                if name not in unused and not name.endswith("rotary_emb.inv_freq"):
+                    fill(missing.pop(name), tensors.get_tensor(name), name)
+    if "score.weight" in missing:
+        missing.pop("score.weight").zero_()
+    if missing:
+        raise UserError(f"{folder}: tensors are missing: {', '.join(missing)}")
 
-    `sample_ids` [N] and `iteration` pick the noise. Raises UserError that names environment, sample and prompt.
-    """
-    with packed(actor, min(args.rollout_slots, len(seeds), len(envs)), args):
-        engine = Engine(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy)
-        for start in range(0, len(seeds), engine.slots):
-            for slot, sample in enumerate(range(start, min(start + engine.slots, len(seeds)))):
-                engine.admit(slot, sample)
-            while engine.pending:  # one turn of every row of the wave
-                for slot in sorted(engine.pending):  # in order, so that timing cannot change numbers
-                    engine.take_answer(slot)
-                if engine.waiting:
-                    engine.prefill()
-                while engine.decoding:
-                    for slot in engine.decode_block():
-                        engine.submit_turn(slot)
-        return engine.result()
+
+def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTokenizer, path: str | Path) -> None:
+    """Write a folder that transformers can load, in place of an earlier one. All ranks of a sharded model call it."""
+    weights = {name: full(p.detach()).cpu().contiguous() for name, p in model.named_parameters()}
+    if RANK > 0:
+        return
+    path, partial = Path(path), Path(f"{path}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    tokenizer.hf.save_pretrained(partial)
+    if (tokenizer.folder / "generation_config.json").is_file():
+        shutil.copy(tokenizer.folder / "generation_config.json", partial)
+    safetensors.torch.save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    dtype = str(weights["model.norm.weight"].dtype).removeprefix("torch.")
+    raw = config.raw | {"dtype" if "dtype" in config.raw else "torch_dtype": dtype}  # of transformers 5 or 4
+    (partial / "config.json").write_text(json.dumps(raw, indent=2))
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
 
 
-# === 5. Text environments ===
+# === 7. Text environments ===
 # gymnasium.Env with text as observation and action: reset(seed=...) -> (prompt, info), step(response) -> (text, reward,
 # terminated, truncated, info). A seed always gives the same prompt. info["demonstration"] of reset, a good response,
 # feeds the warm start; info["success"] of the last step counts for accuracy.
-# NOTE for forks: write yours like these two and pass --env-id my_module:MyEnv-v0; nothing else has to change.
+# FORK: write yours like these two and pass --env-id my_module:MyEnv-v0; nothing else has to change.
 
 
 class SortDigits(gym.Env):
@@ -931,7 +1174,7 @@ class SortDigits(gym.Env):
 
     def __init__(self, split: Literal["train", "test"] = "train", digits: int = 5):
         if split not in ("train", "test") or digits < 1:
-            raise ValueError(f"split {split!r}, digits {digits}: split must be train or test, digits at least 1")
+            raise ValueError("split must be train or test, digits at least 1")
         self.test, self.digits = split == "test", digits
 
     def reset(self, *, seed=None, options=None):
@@ -946,36 +1189,30 @@ class SortDigits(gym.Env):
 
 
 def parse_number(text: str) -> float | None:
-    """The number behind the last `####`, without currency sign and thousands separators."""
-    found = re.findall(r"####\s*(?:(-)\s*)?(?:\$\s*)?(-?[\d,]*\.?\d+)", text)
-    return float("".join(found[-1]).replace(",", "").replace("--", "-")) if found else None
+    """The number behind the last `####`, without dollar signs and thousands separators."""
+    found = re.findall(r"####[\s$]*((?:-[\s$]*)?[\d,]*\.?\d+)", text)
+    return float(re.sub(r"[\s$,]", "", found[-1])) if found else None
 
 
-@functools.lru_cache
+@functools.cache
 def load_gsm8k(path: str) -> list[tuple[str, str, float]]:
     """(question, answer, number) of each line of GSM8K's JSONL (https://github.com/openai/grade-school-math)."""
     rows = []
     for i, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
-        if line.strip():
-            with blame(f"{path}, line {i}: must be UTF-8 JSON with a question, and an answer ending in '#### number'"):
-                row = json.loads(line.decode("utf-8"))
-                rows.append((row["question"], row["answer"], float(parse_number(row["answer"]))))
-    if not rows:
-        raise ValueError(f"{path}: is empty")
-    return rows
+        with rephrase(f"{path}, line {i}: must be UTF-8 JSON with a question, and an answer ending in '#### number'"):
+            row = json.loads(line)
+            rows.append((row["question"], row["answer"], float(parse_number(row["answer"]))))
+    return random.Random(0).sample(rows, len(rows))  # shuffled once: consecutive seeds see every row once an epoch
 
 
 class GSM8K(gym.Env):
     """Grade-school word problems (https://arxiv.org/abs/2110.14168), reward 1 for the right number behind `####`."""
 
-    def __init__(self, path: str, shuffle: bool = True):
-        self.rows, self.shuffle, self.order = load_gsm8k(str(path)), shuffle, (None, None)
+    def __init__(self, path: str):
+        self.rows = load_gsm8k(str(path))
 
     def reset(self, *, seed=None, options=None):
-        epoch, i = divmod(seed or 0, len(self.rows))  # consecutive seeds see every row once an epoch
-        if self.shuffle and self.order[0] != epoch:
-            self.order = epoch, random.Random(epoch).sample(range(len(self.rows)), len(self.rows))
-        question, answer, self.number = self.rows[self.order[1][i] if self.shuffle else i]
+        question, answer, self.number = self.rows[(seed or 0) % len(self.rows)]
         return f"{question}\n\nThink step by step. End with a line of the form: #### number", {"demonstration": answer}
 
     def step(self, response):
@@ -987,67 +1224,53 @@ gym.register("SortDigits-v0", entry_point=SortDigits)
 gym.register("GSM8K-v0", entry_point=GSM8K)
 
 
-class EnvThread:
-    """An environment on a daemon thread of its own: calls run beside decoding, and a hung one cannot keep us alive."""
+@functools.cache
+def env_threads() -> multiprocessing.pool.ThreadPool:
+    """512 threads that call environments side by side. They are daemons: a hung environment does not block exit."""
+    pool = multiprocessing.pool.ThreadPool(512)
+    atexit.register(pool.terminate)
+    return pool
 
-    def __init__(self, env: gym.Env, timeout: float):
-        self.timeout, self.jobs = timeout, queue.SimpleQueue()
-        self.name = env.spec.id if getattr(env, "spec", None) else type(env).__name__
-        threading.Thread(target=self._work, args=(env, self.jobs), daemon=True).start()
 
-    @staticmethod
-    def _work(env, jobs):
-        while job := jobs.get():
-            future, args, kwargs = job
-            try:
-                future.set_result(getattr(env, future.method)(*args, **kwargs))
-            except BaseException as error:  # raised again by `result`, in the main thread
-                future.set_exception(error)
+class EnvCall:
+    """A call of an environment on another thread. `where` says in errors which call it was."""
 
-    def __del__(self):
-        self.jobs.put(None)
+    def __init__(self, env: gym.Env, method: str, where: str, args: Args, *arguments, **keywords):
+        name = env.spec.id if env.spec else type(env).__name__
+        self.method, self.what = method, f"environment {name}, {where}: {method}()"
+        self.pending = env_threads().apply_async(getattr(env, method), arguments, keywords)
+        self.timeout, self.deadline = args.env_timeout, time.monotonic() + args.env_timeout
 
-    def submit(self, method: str, *args, **kwargs) -> concurrent.futures.Future:
-        future = concurrent.futures.Future()
-        future.method, future.started = method, time.monotonic()
-        self.jobs.put((future, args, kwargs))
-        return future
-
-    def result(self, future: concurrent.futures.Future, where: str) -> tuple:
-        """Wait for a call and check what it returned. Raises UserError that names environment, call and `where`."""
-        at = f"environment {self.name}, {where}: {future.method}()"
+    def result(self) -> tuple:
+        """Wait for (prompt, info) or (text, reward, terminated, truncated, info). Raises UserError."""
         try:
-            value = future.result(timeout=max(0.0, future.started + self.timeout - time.monotonic()))
-        except (Exception, SystemExit) as error:
-            if not future.done():
-                raise UserError(f"{at} gave no answer within --env-timeout {self.timeout:g} s") from None
-            raise UserError(f"{at} raised {type(error).__name__}: {error}") from error
-        parts = ("prompt: str", "info: dict")
-        if future.method == "step":
-            parts = ("text: str", "reward: finite number", "terminated", "truncated", "info: dict")
-        with blame(f"{at} returned {value!r:.200}, expected ({', '.join(parts)})"):
-            fine = isinstance(value, tuple) and len(value) == len(parts)
-            fine = fine and isinstance(value[0], str) and isinstance(value[-1], dict)
-            if not fine or (future.method == "step" and not math.isfinite(value[1])):
-                raise ValueError("not of this form")
+            value = self.pending.get(max(0.0, self.deadline - time.monotonic()))
+        except multiprocessing.TimeoutError:
+            raise UserError(f"{self.what} gave no answer within --env-timeout {self.timeout:g} s") from None
+        except Exception as error:
+            raise UserError(f"{self.what} raised {type(error).__name__}: {error}") from error
+        form = "text, info" if self.method == "reset" else "text, finite reward, terminated, truncated, info"
+        with rephrase(f"{self.what} returned {value!r:.200}, expected {form}"):
+            text, *numbers, info = value
+            valid = isinstance(text, str) and isinstance(info, dict) and len(value) == len(form.split(", "))
+            if not valid or not all(map(math.isfinite, numbers)):
+                raise ValueError("malformed return value")
         return value
 
-    def reset(self, seed: int) -> tuple[str, dict]:
-        return self.result(self.submit("reset", seed=seed), f"seed {seed}")
+
+def reset(env: gym.Env, seed: int, args: Args) -> tuple[str, dict]:
+    return EnvCall(env, "reset", f"seed {seed}", args, seed=seed).result()
 
 
-def make_envs(args: Args, count: int, evaluation: bool = False) -> list[EnvThread]:
-    """`count` environments, the first one tried. Raises UserError for an unknown id, wrong arguments or signature."""
+def make_envs(args: Args, samples: int, world: Ranks, evaluation: bool = False) -> list[gym.Env]:
+    """This rank's environments for a rollout of `samples`. Raises UserError."""
     kwargs = json.loads(args.env_kwargs)
     if evaluation:
-        kwargs |= {"SortDigits-v0": {"split": "test"}, "GSM8K-v0": {"shuffle": False}}.get(args.env_id, {})
+        kwargs |= {"split": "test"} if args.env_id == "SortDigits-v0" else {}
         kwargs |= json.loads(args.eval_env_kwargs)
-    with blame(f"--env-id {args.env_id} with arguments {json.dumps(kwargs)}"):
-        envs = [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
-        inspect.signature(envs[0].unwrapped.step).bind("response")
-        threads = [EnvThread(env, args.env_timeout) for env in envs]
-    threads[0].reset(0)
-    return threads
+    count = envs_needed(args, -(-samples // world.size))
+    with rephrase(f"--env-id {args.env_id} with arguments {json.dumps(kwargs)}"):
+        return [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
 
 
 def prompt_ids(tokenizer: HFTokenizer, prompt: str, args: Args) -> list[int]:
@@ -1058,1272 +1281,688 @@ def prompt_ids(tokenizer: HFTokenizer, prompt: str, args: Args) -> list[int]:
     return ids
 
 
-# === 6. PPO math ===
+# === 8. Why is the ratio stuck at 1? ===
 
-
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean over mask, 0 if it is empty. Outside of it x may be anything, NaN too."""
-    return torch.where(mask.bool(), x, 0.0).sum() / mask.sum().clamp(min=1)
-
-
-def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """x with mean 0 and unbiased standard deviation 1 over mask, 0 outside; all 0 for fewer than two tokens."""
-    centered = torch.where(mask.bool(), x - masked_mean(x, mask), 0.0)
-    return centered * torch.rsqrt(centered.square().sum() / (mask.sum() - 1).clamp(min=1) + 1e-8)
-
-
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Per-token estimates k1, k2, k3 of KL(pi || pi_ref) from tokens of pi (http://joschu.net/blog/kl-approx.html)."""
-    logratio = logprobs - ref_logprobs
-    return {"k1": logratio, "k2": logratio.square() / 2, "k3": torch.exp(-logratio) - 1 + logratio}[kind]
-
-
-def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16) over each row's mask=1 tokens.
-
-    They form one chain that skips the environment's text. rewards, values, mask [B, T]; bootstrap [B] = V(state after
-    the last token), default 0. Returns (advantages, returns) [B, T], not whitened, 0 outside the mask.
-    """
-    mask = mask.bool()
-    rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
-    nextvalues = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap  # [B]
-    lastgaelam, advantages = torch.zeros_like(nextvalues), torch.zeros_like(values)
-    for t in reversed(range(mask.shape[1])):
-        delta = rewards[:, t] + gamma * nextvalues - values[:, t]
-        lastgaelam = torch.where(mask[:, t], delta + gamma * gae_lambda * lastgaelam, lastgaelam)
-        nextvalues = torch.where(mask[:, t], values[:, t], nextvalues)
-        advantages[:, t] = lastgaelam
-    advantages = torch.where(mask, advantages, 0.0)
-    return advantages, advantages + values
-
-
-def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip=None, denom=None):
-    """Clipped surrogate (https://arxiv.org/abs/1707.06347, eq. 7), dual clip (https://arxiv.org/abs/1912.09729, eq. 5).
-
-    All [B, T]. Returns (loss, stats): sums over mask / denom (default mask.sum()), so that with the global token count
-    as denom they add up over microbatches and ranks; ratio_max and ratio_min reduce by max and min.
-    """
-    mask = mask.bool()
-    denom = mask.sum().clamp(min=1) if denom is None else denom
-    total = lambda x: torch.where(mask, x, 0.0).sum() / denom
-    advantages = torch.where(mask, advantages, 0.0)
-    logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)
-    ratio = logratio.exp()
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = torch.max(unclipped, clipped)
-    if dual_clip is not None:
-        losses = torch.where(advantages < 0, torch.min(losses, -advantages * dual_clip), losses)
-    with torch.no_grad():
-        stats = {
-            "clipfrac": total((clipped > unclipped).float()),
-            "out_of_clip": total(((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).float()),
-            "approx_kl": total(ratio - 1 - logratio),  # k3 of KL(old || new)
-            "ratio_mean": total(ratio), "ratio_max": ratio.max(), "ratio_min": ratio.min(),  # 1 outside the mask
-        }
-    return total(losses), stats
-
-
-def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tensor:
-    """Half the squared error, the larger of unclipped and clipped to old_values +- clip; sum over mask / denom."""
-    mask = mask.bool()
-    values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
-    losses = (values - returns).square()
-    if clip is not None:
-        losses = torch.max(losses, (old_values + (values - old_values).clamp(-clip, clip) - returns).square())
-    return 0.5 * losses.sum() / (mask.sum().clamp(min=1) if denom is None else denom)
-
-
-class TokenLogprobs(torch.autograd.Function):
-    """Log-probs and entropy in chunks of positions, whose logits backward computes again: [n, V] never exists."""
-
-    @staticmethod
-    def chunks(hidden, weight, targets, temperature):
-        rows = max(1, 2 ** (26 if hidden.is_cuda else 22) // len(weight))  # fp32 logits of 16 MB, on a GPU 256 MB
-        for part in torch.arange(len(hidden), device=hidden.device).split(rows):
-            logprobs = F.log_softmax((hidden[part] @ weight.T).float().div_(temperature), dim=-1)  # [rows, V]
-            yield part, logprobs, logprobs.exp(), targets[part, None]
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature):
-        ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)  # the gradient of an unused output comes as None
-        out = [hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(2)]
-        for part, logprobs, p, target in TokenLogprobs.chunks(hidden, weight, targets, temperature):
-            out[0][part], out[1][part] = logprobs.gather(1, target)[:, 0], -(p * logprobs).sum(-1)
-        return out[0], out[1]
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, targets = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        for part, logprobs, p, target in TokenLogprobs.chunks(hidden, weight, targets, ctx.temperature):
-            # Of the logits: d logprob = onehot - p, d entropy = -p * (log p + entropy). In place: memory.
-            factor = 0.0 if grad_logprobs is None else grad_logprobs[part, None]
-            if grad_entropy is not None:
-                factor = logprobs.sub_((p * logprobs).sum(-1, keepdim=True)).mul_(grad_entropy[part, None]).add_(factor)
-            grad = p.mul_(factor).neg_()
-            if grad_logprobs is not None:
-                grad.scatter_add_(1, target, grad_logprobs[part, None])
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
-            grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
-
-
-def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at `targets`, and its entropy: [n, d], [V, d], [n] -> [n], [n]."""
-    return TokenLogprobs.apply(hidden, weight, targets, temperature)
-
-
-def at_sampled(model: Transformer, tokens, mask, temperature=1.0) -> tuple[Tensor, Tensor | None]:
-    """What `model` says of the tokens under `mask`: (log-probs, entropy) or (values, None), [B, T], 0 elsewhere.
-
-    The output at t - 1 predicts token t, and values the state before it. Nothing else in this file shifts by one.
-    """
-    rows, cols = mask.nonzero(as_tuple=True)
-    select = rows * mask.shape[1] + cols - 1  # [n], flat; cols >= 1, since a prompt has a token
-    spread = lambda flat: flat.new_zeros(mask.shape).masked_scatter(mask, flat)
-    if model.head == "scalar":
-        return spread(model(tokens, select=select)), None
-    logprobs, entropy = model(tokens, select=select, targets=tokens[rows, cols], temperature=temperature)
-    return spread(logprobs), spread(entropy)
-
-
-def microbatches(indices: Tensor, lengths: Tensor, token_budget: int) -> list[Tensor]:
-    """Cut `indices` into groups of like length: rows x longest within `token_budget`, padding in a sixteenth of it.
-
-    Without the second limit the few longest rows take short ones along; one much tighter makes too many groups.
-    """
-    order = indices[lengths[indices].argsort(descending=True, stable=True)]
-    sizes, cuts, first, padding = lengths[order].tolist(), [], 0, 0
-    for i, n in enumerate(sizes):
-        padding += sizes[first] - n
-        if i > first and ((i + 1 - first) * sizes[first] > token_budget or padding > token_budget // 16):
-            cuts.append(i)
-            first, padding = i, 0
-    return list(order.tensor_split(cuts)) if sizes else []
-
-
-def crop(rows: Tensor, lengths: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Rows of tensors [N, T], cut to the longest of them: [b, t]. For no rows a blank one that carries no weight."""
-    if len(rows) == 0:
-        return [x.new_zeros(1, 2) for x in tensors]
-    width = int(lengths[rows].max())
-    return [x[rows, :width] for x in tensors]
-
-
-@torch.no_grad()
-def over_rollout(model: Transformer, tokens: Tensor, mask: Tensor, lengths: Tensor, args: Args) -> Tensor:
-    """Log-probs or values of `at_sampled`, without gradient, [N, T]: this rank's share of the rows, 0 elsewhere."""
-    out = torch.zeros(mask.shape, device=mask.device)
-    for rows in model.ranks.microbatches(torch.arange(len(lengths)), lengths, args.micro_batch_tokens):
-        mb_tokens, mb_mask = crop(rows, lengths, tokens, mask)
-        out[rows, : mb_mask.shape[1]], _ = at_sampled(model, mb_tokens, mb_mask, args.temperature)
-    return out
-
-
-# === 7. Ratio diagnosis ===
-
-Diagnosis = collections.namedtuple("Diagnosis", "cause evidence advice")
+Diagnosis = namedtuple("Diagnosis", "cause evidence advice")
 
 
 def diagnose_ratio(signals: dict) -> Diagnosis:
     """Why is the importance ratio stuck at 1, or clipping saturated? `cause` is None for a healthy iteration.
 
-    `signals` of one iteration: phase ("train", "critic_warmup"); first_dev, last_dev, post_dev: max |ratio - 1| on the
-    first, last minibatch and of the updated actor; out_of_clip: share on the last; steps, planned, skipped, early_stop;
-    tokens; adv_raw_std, reward_std; grad_norm, lr; changed_frac, update_norm, param_norm, param_dtype of its weights;
-    signed_t: t value of sign(advantage) * (post - old log-prob); sampler_diff: mean |sampler's - trainer's log-prob|.
+    `signals` (see `ratio_signals`): first_dev, last_dev and post_dev are max |ratio - 1| on the first minibatch, on the
+    last, and of the updated actor.
     """
     s = types.SimpleNamespace(**signals)
-    noise, relative_update = 2 * max(s.first_dev, 1e-6), s.update_norm / max(s.param_norm, 1e-30)
-    half = "bfloat16" in f"{s.param_dtype} {signals.get('compute_dtype')}"  # there, |ratio - 1| is rounding noise
-    moved = s.signed_t > 3 if half else s.post_dev > 5 * noise
-    devs = f"max|ratio-1| {s.first_dev:.1e} on the first, {s.last_dev:.1e} on the last minibatch, then {s.post_dev:.1e}"
-    if half and s.signed_t <= 3:
-        devs += f" (undecided: bfloat16 noise, drift t = {s.signed_t:.1f})"
-    steps = f"{s.steps} of {s.planned} steps made"
-    if s.skipped:
-        steps += f", {s.skipped} skipped for gradients that are not finite, the last in {signals.get('bad_tensor')}"
-    stds = f"std of advantages {s.adv_raw_std:.1e}, of rewards {s.reward_std:.1e}"
-    why_zero = "the critic fits perfectly, or rewards land outside the mask"
-    if s.reward_std < 1e-6:
-        why_zero = "the reward is constant: look at the environment and at how hard the task is"
-    underflow = ("bf16_underflow", "bfloat16" in s.param_dtype and s.changed_frac < 0.5,
-                 f"{s.changed_frac:.1%} of {s.param_dtype} parameters changed",
-                 "updates are rounded away: keep float32 master weights")  # fmt: skip
-    stuck = [  # (cause, whether it holds, evidence, advice); the first that holds is it
-        ("critic_warmup", s.phase == "critic_warmup", "no actor steps", "ends with --critic-warmup-iterations"),
-        ("kl_early_stop", s.early_stop and s.steps < s.planned, steps, "raise --target-kl or lower --actor-lr"),
-        ("one_update_by_design", s.planned == s.steps == 1 and moved, devs, "correct; more epochs make it move"),
-        ("steps_skipped", s.tokens > 0 and (s.skipped > 0 or s.steps == 0), steps, "look at rewards, lower --actor-lr"),
-        ("empty_mask", s.tokens == 0, "0 trained tokens", "all truncated or filtered: --max-new-tokens, eos, mask"),
-        ("advantage_zero", s.adv_raw_std < 1e-6, stds, why_zero),
-        ("no_grad_to_actor", s.grad_norm == 0, "gradient norm 0", "log-probs are detached or parameters frozen"),
-        ("lr_zero", s.lr == 0, "learning rate 0", "--actor-lr, or a schedule that starts or ends at 0"),
-        ("optimizer_noop", s.changed_frac == 0 and s.lr > 1e-10, f"lr {s.lr:.1e}, no weight changed",
-         "the optimizer holds other parameters than the model: it was built before a copy, cast or wrap"),
-        ("old_logprob_recomputed", s.steps > 1 and moved, devs,
-         "the loss takes the current policy for the old one: record old_logprobs once, before the first update"),
+    bf16 = "bfloat16" in f"{s.param_dtype} {signals.get('compute_dtype')}"  # there |ratio - 1| is rounding noise
+    noise = 2 * max(s.first_dev, 1e-6)
+    moved = s.signed_t > 3 if bf16 else s.post_dev > 5 * noise
+    stuck = s.last_dev <= noise and s.first_dev <= 1e-2
+    if bf16:
+        stuck = not moved or s.steps <= 1 or s.last_dev <= 2e-6
+    update = s.update_norm / max(s.param_norm, 1e-30)
+    evidence = ", ".join(f"{k} {x:.2g}" if isinstance(x, float) else f"{k} {x}" for k, x in signals.items())
+    if bf16 and not moved:
+        evidence += " (undecided: bfloat16 noise)"
+    underflow = ("bf16_underflow", "bfloat16" in s.param_dtype and s.changed_frac < 0.5, "keep float32 weights")
+    causes = [  # (cause, whether it holds, advice); the first that holds is it
+        ("critic_warmup", s.phase == "critic_warmup", "see --critic-warmup-iterations"),
+        ("kl_early_stop", s.early_stop and s.steps < s.planned, "raise --target-kl or lower --actor-lr"),
+        ("one_update_by_design", s.planned == s.steps == 1 and moved, "correct; more epochs make it move"),
+        ("steps_skipped", s.tokens > 0 and (s.skipped > 0 or s.steps == 0), "look at rewards, lower --actor-lr"),
+        ("empty_mask", s.tokens == 0, "look at --max-new-tokens, eos, mask"),
+        ("advantage_zero", s.adv_raw_std < 1e-6, "constant reward, a critic that fits it, or rewards outside the mask"),
+        ("no_grad_to_actor", s.grad_norm == 0, "detached log-probs or frozen parameters"),
+        ("lr_zero", s.lr == 0, "see --actor-lr, --lr-end"),
+        ("optimizer_noop", s.changed_frac == 0 and s.lr > 1e-10, "the optimizer holds other parameters than the model"),
+        ("old_logprob_recomputed", s.steps > 1 and moved, "record old_logprobs once, before the first update"),
         underflow,
-        ("lr_or_clip_too_small", relative_update < 1e-6, f"relative update {relative_update:.1e}",
-         "raise --actor-lr (with an optimizer like SGD also --max-grad-norm)"),
-        ("forward_ignores_update", s.changed_frac > 0 and s.post_dev <= (2e-6 if half else noise), devs,
-         "a stale copy of the weights runs"),
-    ]
-    always = [
+        ("lr_or_clip_too_small", update < 1e-6, "raise --actor-lr or --max-grad-norm"),
+        ("forward_ignores_update", s.changed_frac > 0 and s.post_dev <= (2e-6 if bf16 else noise), "a stale copy runs"),
+    ] if stuck else []  # fmt: skip
+    causes += [
         underflow,  # the few weights that do change may move the ratio
-        ("forward_mismatch", s.first_dev > 1e-4 and not half, devs,
-         "the first ratio must be 1: look for dropout, shifted mask or positions, temperature, sampler log-probs"),
-        ("sampler_mismatch", s.sampler_diff > (0.05 if half else 1e-3), f"mean log-prob gap {s.sampler_diff:.1e}",
-         "sampler and trainer disagree: stale rollout weights, or other arithmetic (then see --rollout-is-cap)"),
-        ("too_tight_clip", s.out_of_clip > 0.9, f"{s.out_of_clip:.0%} of tokens", "widen it or lower --actor-lr"),
+        ("steps_skipped", s.skipped > 0 and s.steps == 0, "NaN in log-probs, rewards or weights"),
+        ("forward_mismatch", not s.first_dev <= 1e-4 and not bf16, "the first ratio must be 1: dropout? a shifted "
+         "mask or positions? temperature? the sampler's log-probs?"),
+        ("sampler_mismatch", s.sampler_diff > (0.05 if bf16 else 1e-3), "stale weights, or other arithmetic: "
+         "then see --rollout-is-cap"),
+        ("too_tight_clip", s.out_of_clip > 0.9, "widen it or lower --actor-lr"),
     ]
-    at_noise = (s.signed_t <= 3 or s.steps <= 1) if half else s.last_dev <= noise
-    pinned = s.last_dev <= 2e-6 or at_noise
-    for cause, holds, evidence, advice in (stuck if pinned else []) + always:
+    for cause, holds, advice in causes:
         if holds:
             return Diagnosis(cause, evidence, advice)
-    return Diagnosis(None, devs, "")
+    return Diagnosis(None, evidence, "")
 
 
-# === 8. Parallelism ===
-# Compute is sharded, experience is replicated: every rank holds all of a rollout and computes its share of the rows of
-# each minibatch. What ranks must agree on follows from what all of them hold, so they make the same collective calls.
+def probe_weights(actor: Transformer | None) -> Tensor:
+    """Up to 65,536 elements of every weight, of this rank's part, in one tensor."""
+    parts = [local(p.detach()).flatten()[:: 1 + p.numel() // 2**16] for p in (actor.parameters() if actor else ())]
+    return torch.cat(parts) if parts else torch.zeros(0)
 
 
-# Long enough for a rank whose rollout takes longer than the others'. Of ranks that die torchrun knows at once.
-TIMEOUT = datetime.timedelta(hours=2)
+def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, actors, world, args) -> dict:
+    """What `diagnose_ratio` needs: what the updates did to weights and, by one more forward, to some log-probs."""
+    some = experience[: args.train_batch_size]
+    newlogprobs = world.sum(score(actor, some, logprobs_of, actors, args))
+    logratio = (newlogprobs - some.old_logprobs)[some.mask]  # [n]
+    drift = logratio * some.advantages[some.mask].sign()  # [n], above 0 where the update did what it should
+    weights = probe_weights(actor)
+    change = (weights - weights_before).double()
+    sums = [(change != 0).double(), torch.ones_like(change), change.square(), weights.double().square()]
+    changed, probed, update, weight = world.sum(torch.stack(sums).sum(1).to(world.device)).tolist()
+    made = [step for step in actor_steps if not step["skipped"]]
+    steps = actor_steps or [dict.fromkeys(("dev_max", "lr", "out_of_clip"), 0.0)]
+    gap = (experience.logprobs - experience.old_logprobs).abs()
+    n = len(logratio)
+    return {
+        "first_dev": steps[0]["dev_max"], "last_dev": steps[-1]["dev_max"],
+        "post_dev": float(logratio.expm1().abs().max()) if n else 0.0,
+        "signed_t": float(drift.mean() / (drift.std() + 1e-12)) * n**0.5 if n > 1 else 0.0,
+        "out_of_clip": steps[-1]["out_of_clip"], "lr": steps[-1]["lr"], "tokens": int(experience.cpu_counts.sum()),
+        "steps": len(made), "skipped": len(actor_steps) - len(made), "grad_norm": token_mean(made, "grad_norm") or 0.0,
+        "changed_frac": changed / max(1, probed), "update_norm": update**0.5, "param_norm": weight**0.5,
+        "param_dtype": str(weights.dtype), "sampler_diff": float(masked_mean(gap, experience.mask)),
+    }
+
+
+# === 9. Ranks, sharding, building the models ===
+
+RANK = int(os.environ.get("RANK", 0))
+TIMEOUT = datetime.timedelta(hours=2)  # rollouts may differ in length; torchrun detects dead ranks immediately
+SFT_BATCH_SIZE = 256  # demonstrations per supervised step
+DEFAULTS = {  # without --model, with --model
+    "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (100, 0), "sft_lr": (1.3e-3, 1e-5),
+    "actor_lr": (3e-4, 1e-6), "critic_lr": (5e-4, 1e-5), "kl_coef": (0.0, 0.01),
+}
+AT_MOST_1 = ("gamma", "gae_lambda", "lr_end", "ref_sync_alpha", "clip_low")
+MAY_BE_0 = set("seed critic_ranks sft_steps sft_lr actor_lr critic_lr lr_end critic_warmup_iterations gamma gae_lambda "
+               "entropy_coef kl_coef ref_sync_every missing_eos_penalty eval_every save_every".split())
+
+
+class UserError(ValueError):
+    """An error the user can fix: shown as one line without a traceback, exit code 2."""
+
+    def __str__(self):
+        return " ".join(super().__str__().split())
+
+
+@contextlib.contextmanager
+def rephrase(what: str):
+    """Re-raise exceptions as UserError, prefixed with `what`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, dcp.api.CheckpointException) as error:
+        raise UserError(f"{what} ({type(error).__name__}: {error!s:.300})") from error
+
+
+def print0(text: str) -> None:
+    """Print on rank 0, without breaking the progress bar."""
+    if RANK == 0:
+        tqdm.write(text)
+
+
+def validate(args: Args, world_size: int = 1) -> Plan:
+    """Fill in defaults and check the flags. Raises UserError: flag, value, what is valid."""
+    for name, (embedded, with_model) in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, with_model if args.model else embedded)
+    if args.critic_epochs is None:
+        args.critic_epochs = args.ppo_epochs
+    args.kl_estimator = args.kl_estimator or {"reward": "k1", "loss": "k3"}[args.kl_in]
+    for name, value in vars(args).items():
+        flag = f"--{name.replace('_', '-')} {value}"
+        high = 1 if name in AT_MOST_1 else 2**31 - 1
+        if type(value) in (int, float) and not (0 < value <= high or (value == 0 and name in MAY_BE_0)):
+            raise UserError(f"{flag}: must be {'at least' if name in MAY_BE_0 else 'above'} 0 and at most {high}")
+        if name.endswith("env_kwargs"):
+            with rephrase(f"{flag}: must be a JSON object "):
+                dict(**json.loads(value))
+    for wrong, text in [
+        (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl-estimator k1: with --kl-in loss use k2 or k3; the "
+         "gradient of k1 is 0 on average"),
+        (args.dual_clip and args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: must be above 1"),
+        (args.rollout_is_cap and not args.recompute_old_logprobs, "--rollout-is-cap: needs --recompute-old-logprobs"),
+        (args.ref_sync_every and not args.kl_coef, "--ref-sync-every: needs a reference: --kl-coef above 0"),
+        (args.critic_ranks >= world_size, f"--critic-ranks {args.critic_ranks}: must leave one of {world_size} ranks"),
+        (args.resume == "auto" and not args.run_name, "--resume auto: needs --run-name"),
+    ]:
+        if wrong:
+            raise UserError(text)
+    return plan_steps(args, world_size)
 
 
 class Ranks:
-    """The processes that hold a model, or all of them, the world. Alone a process talks to nobody."""
+    """The ranks that hold a model, or all of them, the world. Collectives are no-ops on one process."""
 
-    def __init__(self, ranks, device: torch.device, shard_size: int | None = None):
-        self.ranks, self.device, self.group, self.mesh = list(ranks), device, None, None
-        self.rank, self.size = int(os.environ.get("RANK", 0)), len(self.ranks)
-        self.mine = self.rank in self.ranks
-        if dist.is_initialized():  # groups are made by all ranks together, members or not
-            self.group = dist.new_group(self.ranks, timeout=TIMEOUT)
-            grid = torch.tensor(self.ranks).view(-1, shard_size or self.size).squeeze(0)
-            self.mesh = dist.DeviceMesh(device.type, grid, mesh_dim_names=("replicate", "shard")[-grid.ndim :])
+    def __init__(self, ranks: range, device: torch.device):
+        self.index = ranks.index(RANK) if RANK in ranks else None  # None: not a member
+        self.device, self.size, self.group, self.mesh = device, len(ranks), None, None
+        if dist.is_initialized():  # all ranks make groups and meshes together, members or not
+            self.group = dist.new_group(list(ranks), timeout=TIMEOUT)
+            self.mesh = dist.DeviceMesh(device.type, list(ranks))
 
-    def gather(self, value) -> list:
-        """`value`, anything that can be pickled, of every rank."""
-        values = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(values, value, self.group)
-        return values
-
-    @contextlib.contextmanager
-    def agree(self):
-        """What the block raises on one rank is raised on all: none goes on alone and waits for the others forever."""
-        error = None
-        try:
-            yield
-        except (Exception, KeyboardInterrupt) as caught:
-            error = caught
-        ours = isinstance(error, UserError | KeyboardInterrupt | None)  # others may not survive pickling
-        errors = self.gather(error if ours else RuntimeError(f"rank {self.rank}: {error!r}"))
-        if not ours:
-            raise error
-        for first in filter(None, errors):
-            first.common = True
-            raise first
-
-    def sum(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
         """x summed over ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(x, group=self.group)
+            dist.all_reduce(x, op, group=self.group)
         return x
 
-    def total(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Over microbatches and ranks: sums, of `max_*` maxima. Reads the device, as do norms and `at_sampled`."""
-        names, parts = list(parts[0]), [torch.stack([x.detach().double() for x in part.values()]) for part in parts]
-        parts = torch.stack(parts)  # [microbatches, names]
-        sums, peaks = self.sum(parts.sum(0)), parts.amax(0)
-        if self.size > 1:
-            dist.all_reduce(peaks, dist.ReduceOp.MAX, group=self.group)
-        sums, peaks = torch.stack([sums, peaks]).tolist()
-        return {name: peaks[i] if name.startswith("max_") else sums[i] for i, name in enumerate(names)}
-
-    def microbatches(self, rows: Tensor, lengths: Tensor, token_budget: int) -> list[Tensor]:
-        """This rank's microbatches of `rows`, which are dealt out so that each rank gets about as many tokens.
-
-        All ranks get equally many: a forward of sharded weights is a collective call, and a missing one hangs the
-        others. Those without rows are for `crop` to fill.
-        """
-        shares, loads, size = [[] for _ in self.ranks], [0] * self.size, lengths.tolist()
-        for row in sorted(rows.tolist(), key=lambda row: -size[row]):  # longest first, to whom has least
-            least = loads.index(min(loads))
-            shares[least].append(row)
-            loads[least] += size[row]
-        groups = [microbatches(torch.tensor(share, dtype=torch.int64), lengths, token_budget) for share in shares]
-        mine = groups[self.ranks.index(self.rank)]
-        return mine + [rows[:0]] * (max(map(len, groups)) - len(mine))
+    def max(self, x: Tensor) -> Tensor:
+        return self.sum(x, dist.ReduceOp.MAX)
 
 
-def fresh_store() -> tuple[dist.Store, int, int]:
-    """torchrun's store, in a part of it that is this attempt's alone, rank and world size.
-
-    A restarted job gets the store of the one before, and would hang on the addresses left in it. So every rank leaves
-    a new name there; rank 0 answers all names that it finds, old ones too, with a room, until all have come in.
-    """
-    store, rank, size = next(dist.rendezvous("env://"))
-    room = name = os.urandom(16).hex()
-    if rank > 0:
-        store.set(f"hello/{rank}", name)
-        room = store.get(f"welcome/{name}").decode()
-        store.set(f"{room}/{rank}", "")
-    others = range(1, size if rank == 0 else 0)
-    while not all(store.check([f"{room}/{other}"]) for other in others):
-        for other in others:
-            if store.check([f"hello/{other}"]):
-                store.set(f"welcome/{store.get(f'hello/{other}').decode()}", room)
-        time.sleep(0.05)
-    return dist.PrefixStore(room, store), rank, size
-
-
-def connect(args: Args, stack: contextlib.ExitStack) -> tuple[torch.device, torch.dtype, Ranks, Ranks, Ranks]:
-    """Join the other processes and check the flags together.
-
-    Returns device, dtype of forward passes, and who is who: the world, the actor's ranks, the critic's. FSDP2 serves
-    one process too, wherever forward passes are in another precision than the weights.
-    """
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: no CUDA device is available")
+def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, torch.dtype]:
+    """Join the other processes. Returns world, actor's and critic's ranks, and the dtype of forward passes."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # many shapes would fragment the memory
     use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
-    dtype = torch.bfloat16 if args.dtype == "bfloat16" or (args.dtype == "auto" and use_cuda) else torch.float32
+    device = torch.device("cpu")
     if use_cuda:
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ or use_cuda or dtype != torch.float32:
-        store, rank, size = fresh_store() if "RANK" in os.environ else (dist.HashStore(), 0, 1)
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        with rephrase(f"--device {args.device}: there is no {device}"):
+            torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for every new shape
+    bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and use_cuda)
+    if args.compile == "auto":
+        args.compile = "on" if use_cuda else "off"
+    size, store = int(os.environ.get("WORLD_SIZE", 1)), dist.HashStore()
+    if "RANK" in os.environ:
+        store = next(dist.rendezvous("env://"))[0]
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it keeps the addresses of the last attempt
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    if "RANK" in os.environ or bf16:  # FSDP2 serves one process, too, for mixed precision
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        # Not after an error that this rank has alone: it would wait for the others, and they for it.
-        common = (type(None), UserError, KeyboardInterrupt) if "RANK" in os.environ else object
-        stack.push(lambda kind, error, trace: dist.destroy_process_group() if isinstance(error, common) else None)
-    W = dist.get_world_size() if dist.is_initialized() else 1
-    world, K = Ranks(range(W), device), args.critic_ranks
-    with world.agree():
-        validate(args, W)
-    actors = Ranks(range(W - K), device, args.fsdp_shard_size)
-    return device, dtype, world, actors, Ranks(range(W - K, W), device, args.fsdp_shard_size) if K else actors
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=size, timeout=TIMEOUT)
+    split = size - args.critic_ranks
+    world, actors = Ranks(range(size), device), Ranks(range(split), device)
+    critics = Ranks(range(split, size), device) if args.critic_ranks else actors
+    return world, actors, critics, torch.bfloat16 if bf16 else torch.float32
+
+
+def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: int) -> list[Tensor]:
+    """This rank's microbatches of `samples` [n], equally many on every rank (some may be empty). All on the CPU.
+
+    Samples are sorted by length and dealt to the ranks in turn; a microbatch is full when rows x longest would exceed
+    `token_budget`, or its padding a sixteenth of it.
+    """
+    order = samples[lengths[samples].argsort(descending=True, stable=True)]
+    sizes, parts = lengths.tolist(), []
+    for rank in range(ranks.size):
+        groups, padding = [], 0
+        for row in order[rank :: ranks.size].tolist():
+            padding += sizes[groups[-1][0]] - sizes[row] if groups else 0
+            fits = groups and (len(groups[-1]) + 1) * sizes[groups[-1][0]] <= token_budget
+            if fits and padding <= token_budget // 16:
+                groups[-1].append(row)
+            else:
+                groups.append([row])
+                padding = 0
+        parts.append(groups)
+    mine = parts[ranks.index] if parts else []
+    mine += [[]] * (max(map(len, parts)) - len(mine))
+    return [torch.tensor(rows, dtype=torch.int64) for rows in mine]
+
+
+def on_meta(config: ModelConfig, head: str = "lm") -> Transformer:
+    """A model without memory: it is sharded first, then `materialize` allocates it."""
+    with torch.device("meta"):
+        return Transformer(config, head)
 
 
 def shard(model: Transformer, ranks: Ranks, args: Args, dtype: torch.dtype) -> Transformer:
-    """Prepare a model for training and scoring on `ranks`: activation checkpointing, torch.compile, FSDP2."""
-    model.ranks, model.checkpointing = ranks, args.activation_checkpointing
+    """Activation checkpointing, torch.compile, FSDP2, in this order."""
+    model.checkpointing = args.activation_checkpointing
     if args.compile == "on":
-        torch._dynamo.config.recompile_limit = 64  # the blocks of all models are one piece of code, in several shapes
-        for block in model.model.layers:  # in place, so that names stay, and before FSDP: its hooks surround the code
+        torch._dynamo.config.recompile_limit = 64  # blocks of all models share one piece of code
+        for block in model.model.layers:  # in place, so that names stay
             block.compile(dynamic=True)
-    if ranks.mesh is None:
-        return model
     value_head = [] if model.head == "lm" else [model.score]  # stays in float32
-    for unit in (*model.model.layers, *value_head, model):
+    for unit in (*model.model.layers, *value_head, model) if ranks.mesh else ():
         precision = torch.float32 if unit in value_head else dtype
         policy = MixedPrecisionPolicy(precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        # The root, too, must give its weights back after forward: else they are no DTensors until the next backward.
+        # The root, too, must reshard: else its weights are no DTensors between forward and backward.
         fully_shard(unit, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=policy)
-        # Losses are divided by the token count of all ranks already: gradients add up, on every unit (neither call
-        # recurses), and without the second call gloo would refuse the first.
+        # Gradients add up: losses are divided by the tokens of all ranks. gloo needs the second call.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     return model
 
 
-def local(x: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-@torch.no_grad()
-def copy_weights(actor: Transformer | None, target: Transformer, actors: Ranks) -> None:
-    """Bring `target`, unsharded, up to date in place, on every rank: those without the actor pass None."""
-    if actor is target:
-        return
-    for name, p in target.named_parameters():
-        if actor is None:
-            whole = torch.empty(p.shape, dtype=p.dtype, device=actors.device)
-        else:
-            whole = actor.get_parameter(name).detach().to(p.dtype)
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-        if dist.is_initialized() and actors.size < dist.get_world_size():
-            dist.broadcast(whole, src=0)
-        p.copy_(whole)
-
-
-def unsharded(config: ModelConfig, device="cpu", dtype=torch.float32, keep: bool = True) -> Transformer:
-    """A whole actor for `copy_weights` to fill. Every rank needs one to take part; without `keep` it holds no data."""
-    with torch.device("meta"):
-        model = Transformer(config).to(dtype).requires_grad_(False)
-    if keep:
-        model.to_empty(device=device).tie_weights()
-        model.rope = rope_frequencies(config).to(device)  # in float32, whatever the weights are
+def materialize(model: Transformer, device: torch.device | str) -> Transformer:
+    model.to_empty(device=device)
+    model.tie_weights()
+    model.rope = rope_frequencies(model.config).to(device)  # in float32, whatever the weights are
     return model
 
 
-class Signals:
-    """SIGTERM and Ctrl-C end a rollout at once, what follows it not before the next one begins."""
-
-    def __init__(self, stack: contextlib.ExitStack):
-        self.received, self.at_once = None, False
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            for signum in (signal.SIGTERM, signal.SIGINT):
-                stack.callback(signal.signal, signum, signal.signal(signum, self.handle))
-
-    def handle(self, signum: int, frame) -> None:
-        self.received = signum
-        if self.at_once:
-            self.at_once = False  # torchrun sends it again
-            raise Interrupted(signum)
-        if os.environ.get("RANK", "0") == "0":  # no `say`: what this interrupts may be printing
-            os.write(2, b"\nstopping after this iteration; Ctrl-\\ ends the run at once, without a checkpoint\n")
-
-    @contextlib.contextmanager
-    def interrupt(self):
-        self.at_once = True
-        try:
-            if self.received:
-                raise Interrupted(self.received)
-            yield
-        finally:
-            self.at_once = False
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
-def shared_rollout(world: Ranks, signals: Signals, actor, tokenizer, envs, seeds, args, iteration, greedy=False):
-    """`rollout` of `seeds` [N] by all ranks, each a part of consecutive samples; every rank gets all, on its device."""
-    first, last = (len(seeds) * rank // world.size for rank in (world.rank, world.rank + 1))
-    part = None
-    with world.agree(), signals.interrupt():
-        if first < last:
-            part = rollout(actor, tokenizer, envs, seeds[first:last], range(first, last), args, iteration, greedy)
-    parts = [part for part in world.gather(part) if part]  # with fewer episodes than ranks some have none
-    whole, width = {}, max(part.tokens.shape[1] for part in parts)
-    for name in ("tokens", "mask", "logprobs", "rewards"):
-        rows = [getattr(part, name) for part in parts]
-        whole[name] = torch.cat([F.pad(x, (0, width - x.shape[1])) for x in rows]).to(world.device)
-    for name in ("lengths", "stop", "texts", "prompts", "success"):
-        whole[name] = [item for part in parts for item in getattr(part, name)]
-    whole["lengths"] = torch.tensor(whole["lengths"])
-    whole["stats"] = {name: sum(part.stats[name] for part in parts) / len(parts) for name in parts[0].stats}
-    return Rollout(**whole)
+def full(x: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded: a collective call."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-# === 9. Checkpoints ===
+def fill(target: Tensor, whole: Tensor, name: str) -> None:
+    """Copy a whole tensor into a parameter of which this rank may hold a part. No communication."""
+    if target.shape != whole.shape:
+        raise ValueError(f"{name} has shape {[*whole.shape]}, the model {[*target.shape]}")
+    whole = whole.to(target.device, target.dtype)
+    if isinstance(target, DTensor):
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(whole)
 
 
-class RunFolder:
-    """<log_dir>/<run_name>/: TensorBoard events, *.jsonl, config.json, summary.json, this script, checkpoints/, model/.
+@torch.no_grad()
+def copy_weights(source, target, sources: Ranks, ranks: Ranks, skip=()) -> None:
+    """Copy model `source`, sharded over `sources`, to `target`, tensor by tensor, but for the names to `skip`.
 
-    Rank 0 writes; on the others all methods do nothing.
+    All `ranks` call it, with None for a model they do not hold. Raises ValueError if names differ.
     """
-
-    def __init__(self, args: Args, world: Ranks, resume: Resume):
-        name = f"{args.env_id.split(':')[-1]}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.path, state = resume.folder or Path(args.log_dir) / (args.run_name or world.gather(name)[0]), resume.state
-        self.writes, self.files, self.writers = world.rank == 0, {}, ()
-        self.started = time.monotonic() - (state["seconds"] if state else 0)
-        self.summary = {"status": "failed", "iterations": 0, "update_steps": 0}
-        versions = {"python": sys.version} | {m.__name__: m.__version__ for m in (torch, gym, tokenizers)}
-        config = {"args": dataclasses.asdict(args), "argv": sys.argv, "ranks": world.size, "versions": versions}
-        if not self.writes:
-            return
-        with blame(f"--log-dir {args.log_dir}: cannot write {self.path}"):
-            if self.path.exists() and not resume.folder:
-                raise UserError(f"--run-name: {self.path} exists; --resume auto goes on with it, else choose another")
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / Path(__file__).name).write_bytes(Path(__file__).read_bytes())  # may be the same file
-            (self.path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-            for name in ("metrics", "completions"):
-                self.files[name] = open(self.path / f"{name}.jsonl", "a", encoding="utf-8")
-                # What was written after the checkpoint will be written again.
-                size = state["bytes"][name] if state and resume.folder else 0
-                self.files[name].truncate(min(size, self.files[name].tell()))
-            for newer in checkpoints_in(self.path / "checkpoints"):
-                if newer > resume.checkpoint:  # damaged: put aside, so that it is not among those kept
-                    shutil.rmtree(f"{newer}.damaged", ignore_errors=True)
-                    newer.rename(f"{newer}.damaged")
-        # On resume TensorBoard cuts all of a folder at one step, and ratios are logged by actor step: two folders.
-        actor_steps = state["learners"]["actor"]["steps"] if state and state["learners"] else 0
-        self.writers = [SummaryWriter(self.path, purge_step=state["iteration"] if state else 0),
-                        SummaryWriter(self.path / "ratios", purge_step=actor_steps)]
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each *.jsonl, all of them on the disk: a resumed run cuts the files there."""
-        for file in self.files.values():
-            os.fsync(file.fileno())
-        return {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
-
-    def write(self, name: str, row: dict) -> None:
-        """Append a line to <name>.jsonl. What is None or not finite is left out: NaN and Infinity are not JSON."""
-        if self.writes:
-            row = json.loads(json.dumps(row), parse_constant=lambda constant: None)
-            row = {name: value for name, value in row.items() if value is not None}
-            with blame(f"{self.path}: cannot write {name}.jsonl"):
-                self.files[name].write(json.dumps(row, ensure_ascii=False) + "\n")
-                self.files[name].flush()
-
-    def log(self, row: dict) -> None:
-        """Log an iteration; TensorBoard gets its numbers by iteration, and those in ratio/steps by actor step."""
-        self.write("metrics", row)
-        for name, value in row.items() if self.writes else ():
-            if isinstance(value, int | float) and math.isfinite(value) and name != "iteration":
-                self.writers[0].add_scalar(name, value, row["iteration"])
-        for step in row["ratio/steps"] if self.writes else ():
-            for name in ("dev", "ratio_mean", "clipfrac", "out_of_clip", "approx_kl"):
-                self.writers[1].add_scalar(f"ratio/{name}", step[name], step["step"])
-
-    def __exit__(self, kind, error, traceback) -> None:
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-        self.summary["status"] = "interrupted" if interrupted else "failed" if kind else "completed"
-        self.summary |= {"seconds": time.monotonic() - self.started, "peak_memory_bytes": peak_memory()}
-        with contextlib.suppress(OSError) if kind else blame(f"{self.path}: cannot be written"):
-            if self.writes:
-                (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2), encoding="utf-8")
-            for file in (*self.writers, *self.files.values()):
-                file.close()
+    old = dict(source.named_parameters()) if source else {}
+    new = dict(target.named_parameters()) if target else {}
+    only_one = (old.keys() ^ new.keys()) - set(skip)
+    if source and target and only_one:
+        raise ValueError(f"cannot copy weights that only one model has: {sorted(only_one)}")
+    for name in [name for name in new or old if name not in skip]:
+        like = (new or old)[name]
+        whole = full(old[name]).to(like.dtype) if source else torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        if sources.size < ranks.size:
+            dist.broadcast(whole, src=0)
+        if target:
+            fill(like, whole, name)
 
 
-def peak_memory() -> int:
-    """Bytes: of the GPU if one is in use, else resident ones of this process (ru_maxrss counts KiB on Linux)."""
-    on_gpu = torch.cuda.is_initialized()
-    return torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+@torch.no_grad()
+def lerp_weights(reference: Transformer, actor: Transformer, alpha: float) -> None:
+    """reference = alpha * actor + (1 - alpha) * reference."""
+    for old, new in zip(reference.parameters(), actor.parameters()):
+        local(old).lerp_(local(new), alpha)
 
 
-class Checkpoints:
-    """Saves and restores a run between two iterations: `now` and the weights and moments of `models`.
-
-    `models` {name: (model, its Learner or None, its Ranks)} are those that this rank holds. They are written by DCP
-    (torch.distributed.checkpoint), a folder each, so that a run may go on with other ranks or another placement.
-    """
-
-    def __init__(self, run: RunFolder, world: Ranks, args: Args, config: ModelConfig, now, models: dict, export):
-        self.run, self.world, self.args, self.now, self.models, self.export = run, world, args, now, models, export
-        self.config, self.folder, self.saved = config, run.path / "checkpoints", None
-
-    def each_model(self, transfer, path: Path) -> None:
-        """dcp.save or dcp.load of every model's tensors: {"weights": {name: tensor}, "moments": {name: {...}}}."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            for name, (model, learner, ranks) in self.models.items():
-                tensors, states = {"weights": {}}, learner.optimizer.state if learner else {}
-                for key, p in model.named_parameters():
-                    tensors["weights"][key] = p.detach()
-                    if p in states:  # none before the first step, and DCP's own helper would make that step
-                        tensors.setdefault("moments", {})[key] = states[p]
-                transfer(tensors, checkpoint_id=path / name, process_group=ranks.group, no_dist=ranks.group is None)
-
-    def save(self) -> None:
-        """Write iter_<iterations done>, if it is not there, and prune. Raises UserError, on all ranks.
-
-        The folder gets its name when all of it, a manifest of all files last, is on the disk: what has it is complete.
-        """
-        world, path = self.world, self.folder / f"iter_{self.now.iteration:06d}"
-        if path == self.saved:
-            return
-        partial, first = self.folder / "partial", world.rank == 0
-        failed = f"{path} cannot be written: make room, or move the run and --resume it. Earlier checkpoints are intact"
-        with world.agree(), blame(failed):
-            if first:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                state = vars(self.now) | {"args": dataclasses.asdict(self.args), "config": self.config.raw}
-                state |= {"seconds": time.monotonic() - self.run.started, "bytes": self.run.sizes()}
-                write_synced(partial / "state.json", state)
-        with world.agree(), blame(failed):
-            self.each_model(dcp.save, partial)
-        with world.agree(), blame(failed):
-            files = [str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file()]
-        files = world.gather(files)[0]  # rank 0's, since a file system may be late to show them to others
-        with world.agree(), blame(failed):
-            mine = {name: digest(partial / name) for name in files[world.rank :: world.size]}
-        manifest = {name: entry for part in world.gather(mine) for name, entry in part.items()}
-        with world.agree(), blame(failed):
-            if first:
-                write_synced(partial / "manifest.json", manifest)
-                partial.rename(path)
-                directory = os.open(self.folder, os.O_RDONLY)
-                os.fsync(directory)
-                os.close(directory)
-                for old in [p for p in checkpoints_in(self.folder) if p <= path][self.args.keep_checkpoints :]:
-                    shutil.rmtree(old.rename(partial))
-        self.saved = path
-        say(f"saved {path}")
-
-    def load(self, resume: Resume) -> None:
-        """Go on from a verified checkpoint: fills `now`, weights and moments in place."""
-        state, then = resume.state, resume.state["args"]
-        vars(self.now).update({name: state[name] for name in vars(self.now)})
-        if self.args.kl_coef != then["kl_coef"]:
-            self.now.kl_coef = self.args.kl_coef
-        for name, (_, learner, _) in self.models.items():
-            if learner and self.now.learners:
-                learner.restore(self.now.learners[name])
-        with self.world.agree(), blame(f"{resume.checkpoint}: does not fit this run"):
-            self.each_model(dcp.load, resume.checkpoint)
-        self.saved = resume.checkpoint
-        say(f"going on from {resume.checkpoint}, after {self.now.iteration} iterations")
-        for name, value in dataclasses.asdict(self.args).items():
-            if value != then.get(name) and name not in ("resume", "run_name", "log_dir"):
-                say(f"  --{name.replace('_', '-')} was {then.get(name)}, is now {value}")
-
-    @contextlib.contextmanager
-    def on_stop(self):
-        """A signal, or an error that all ranks have agreed on, leaves a checkpoint and the exported model behind."""
-        try:
-            yield
-        except (UserError, KeyboardInterrupt):
-            self.save()
-            self.export()
-            say(f"--resume {self.run.path} goes on from there")
-            raise
-
-
-def write_synced(path: Path, value: dict) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def digest(path: Path) -> dict:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Newest first."""
-    return sorted(folder.glob("iter_" + "[0-9]" * 6), reverse=True)
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's metadata of tensors and refuses any other name: a pickle may call whatever it names.
-
-    That holds for BytesStorageMetadata too: with it DCP would unpickle a whole object where a tensor should be.
-    """
-
-    NAMES: ClassVar = {
-        "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata "
-                                                 "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
-        "torch.distributed.checkpoint.filesystem": "_StorageInfo", "torch.serialization": "_get_layout",
-        "torch": "Size float32", "pathlib": "PosixPath", "pathlib._local": "PosixPath",
-    }  # fmt: skip
-
-    @staticmethod
-    def member(enum, name):
-        """What Python 3.11.2 pickles as `getattr(enum, name)`, which on anything else would open all of Python."""
-        if enum is not dcp.metadata._MEM_FORMAT_ENCODING:
-            raise pickle.UnpicklingError(f"refused to call getattr of {enum!r}")
-        return enum[name]
-
-    def find_class(self, module, name):
-        if (module, name) == ("builtins", "getattr"):
-            return self.member
-        if name not in self.NAMES.get(module, "").split():
-            raise pickle.UnpicklingError(f"refused to call {module}.{name}")
-        return super().find_class(module, name)
-
-
-def verify_checkpoint(path: Path, world: Ranks) -> dict:
-    """The state in a checkpoint, all of whose files are as they were saved. Raises UserError, on all ranks, if not."""
-    with world.agree(), blame(f"{path} is damaged"):
-        manifest = parse_json(read_text(path / "manifest.json"), path / "manifest.json")
-        for name in sorted({*manifest, "state.json"})[world.rank :: world.size]:
-            if digest(path / name) != manifest[name]:
-                raise ValueError(f"{name} is not as it was saved")
-        for metadata in path.glob("*/*.metadata"):
-            with open(metadata, "rb") as file:
-                MetadataUnpickler(file).load()
-        return parse_json(read_text(path / "state.json"), path / "state.json")
-
-
-# Run folder to go on in (None: a new one), checkpoint and its state to go on from, summary if there is nothing to do.
-Resume = collections.namedtuple("Resume", "folder checkpoint state finished", defaults=[None] * 4)
-
-
-def find_resume(args: Args, config: ModelConfig, world: Ranks) -> Resume:
-    """What --resume means. Damaged checkpoints are named and passed over. Raises UserError: none left, none that fits.
-
-    A run's folder is gone on with in place; from a single checkpoint a new run begins.
-    """
-    if args.resume is None:
-        return Resume()
-    folder = Path(args.log_dir, args.run_name) if args.resume == "auto" else Path(args.resume)
-    single = args.resume != "auto" and folder.name.startswith("iter_") and not (folder / "checkpoints").exists()
-    summary = {}
-    with contextlib.suppress(UserError):
-        summary = parse_json(read_text(folder / "summary.json"), "summary.json")
-    summary = world.gather(summary)[0]  # "completed", too, while a longer run that goes on from there is not
-    completed = summary if summary.get("status") == "completed" else None
-    found, state = world.gather([folder] if single else checkpoints_in(folder / "checkpoints"))[0], None
-    for path in found:
-        try:
-            state = verify_checkpoint(path, world)
-            break
-        except UserError as error:
-            say(f"WARNING: {error}")
-    if not state and (found or args.resume != "auto"):
-        raise UserError(f"--resume {args.resume}: {'only damaged checkpoints' if found else 'no checkpoint'} there")
-    if not state and completed:  # with --save-every 0
-        return Resume(folder, finished=completed)
-    if not state:
-        say(f"--resume auto: no checkpoint in {folder} yet, starting afresh")
-        return Resume(folder)
-    for key, now in vars(config).items():
-        then = getattr(ModelConfig.from_hf(state["config"]), key)
-        if now != then and key not in ("raw", "max_position_embeddings"):
-            raise UserError(f"--resume {path}: its model has {key} {then}, this run's {now}")
-    if args.kl_coef > 0 and state["args"]["kl_coef"] == 0:
-        raise UserError(f"--kl-coef {args.kl_coef}: {path} has no reference, its run began with --kl-coef 0")
-    if single:
-        return Resume(None, path, state)
-    done = completed and completed["iterations"] == state["iteration"] >= args.num_iterations
-    return Resume(folder, path, state, completed if done else None)
-
-
-def export_model(actor: Transformer | None, config: ModelConfig, tokenizer, actors: Ranks, world: Ranks, path: Path):
-    """`save_hf_checkpoint` of an actor that may be sharded; all ranks take part."""
-    whole = unsharded(config, keep=world.rank == 0)
-    copy_weights(actor, whole, actors)
-    with world.agree(), blame(f"{path}: the model cannot be written"):
-        if world.rank == 0:
-            save_hf_checkpoint(whole, config, tokenizer, path)
-
-
-# === 10. Training loop ===
-
-
-def embedded_model(args: Args, env: EnvThread) -> tuple[HFTokenizer, Transformer, ModelConfig]:
-    """The default actor: a small random Llama over the characters of the environment's prompts and demonstrations."""
-    resets = map(env.reset, range(256))
-    with blame(f"environment {env.name}: info['demonstration'] must be text"):
-        tokenizer = HFTokenizer.from_texts([prompt + info.get("demonstration", "") for prompt, info in resets])
+def embedded_model(args: Args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
+    """The default actor: a tiny random Llama over the characters of the environment."""
+    resets = [reset(env, seed, args) for seed in range(256)]
+    tokenizer = HFTokenizer.from_texts([f"{prompt}{info.get('demonstration', '')}" for prompt, info in resets])
     config = ModelConfig.from_hf({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": tokenizer.vocab_size,
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
         "rms_norm_eps": 1e-6, "max_position_embeddings": args.max_prompt_tokens + args.max_new_tokens,
         "bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id,
     })
+    torch.manual_seed(args.seed)
     actor = Transformer(config)
-    for name, p in actor.named_parameters():  # as GPT-2: std 0.02, what ends a residual branch scaled by depth
+    for name, p in actor.named_parameters():  # as GPT-2: what ends a residual branch is scaled by depth
         if p.ndim == 2:
             nn.init.normal_(p, std=0.01 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
-    return tokenizer, actor, config
+    return tokenizer, actor
 
 
-def load_models(args: Args, env: EnvThread, eval_env: EnvThread):
-    """(tokenizer, actor, critic or None, reward model or None), on the CPU, checked against flags and prompts."""
+def build_models(args: Args, env, eval_env, world: Ranks, actors: Ranks, critics: Ranks, dtype):
+    """Tokenizer and (actor, critic, reference, sampler), None where this rank does not hold one.
+
+    Models are sharded before they have memory. The sampler, in the dtype of forward passes, is whole on every rank.
+    """
     if args.model:
-        folder = find_checkpoint("model", args.model)
-        with blame(f"{folder}: the tokenizer's files are malformed"):
-            tokenizer = HFTokenizer(folder)
-        models = {"model": load_hf_checkpoint(folder)[0]}
+        config, tokenizer = load_config(args.model), HFTokenizer(args.model)
     else:
-        tokenizer, actor, _ = embedded_model(args, env)
-        models = {"model": actor}
-    for flag, name in (("critic-model", args.critic_model), ("reward-model", args.reward_model)):
-        models[flag] = load_hf_checkpoint(find_checkpoint(flag, name), head="scalar")[0] if name else None
-    for flag, model in models.items():
-        if model and tokenizer.vocab_size > model.config.vocab_size:
-            sizes = f"{model.config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}"
-            raise UserError(f"--{flag}: the model's vocabulary of {sizes}")
-        tokens = args.max_prompt_tokens + args.max_new_tokens
-        if model and tokens > (context := model.config.max_position_embeddings):
-            sizes = f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens {args.max_new_tokens}"
-            raise UserError(f"{sizes}: must be at most the context of --{flag}, {context} tokens")
-    if models["reward-model"] and not models["reward-model"].score.weight.any():
-        raise UserError(f"--reward-model {args.reward_model}: has no score.weight, is no sequence classifier")
+        tokenizer, embedded = embedded_model(args, env)
+        config = embedded.config
+    longest = args.max_prompt_tokens + args.max_new_tokens
+    if tokenizer.vocab_size > config.vocab_size or longest > config.max_position_embeddings:
+        raise UserError(f"{args.model}: {config.vocab_size} ids, {config.max_position_embeddings} positions: must be "
+                        f"{tokenizer.vocab_size}, {longest} (--max-prompt-tokens + --max-new-tokens) or more")
     for each in (env, eval_env):
-        prompt_ids(tokenizer, each.reset(0)[0], args)
-    tokenizer.encode_feedback("-")
-    return tokenizer, *models.values()
+        prompt_ids(tokenizer, reset(each, 0, args)[0], args)  # are prompts too long?
+
+    def build(ranks, head="lm"):
+        if ranks.index is None:
+            return None
+        return materialize(shard(on_meta(config, head), ranks, args, dtype), ranks.device)
+
+    actor, critic = build(actors), build(critics, "scalar")
+    reference = build(actors) if args.kl_coef > 0 else None
+    if actor and args.model:
+        load_weights(actor, args.model)
+    elif actor:
+        copy_weights(embedded, actor, actors, actors)
+    if actor and not checkpoints_to_resume(args):
+        warm_start(actor, tokenizer, env, args, actors)
+    copy_weights(actor, critic, actors, world, skip=("lm_head.weight", "score.weight"))
+    if critic:
+        nn.init.zeros_(critic.score.weight)
+    if reference:
+        copy_weights(actor, reference, actors, actors)
+    sampler = materialize(on_meta(config).to(dtype), world.device)
+    return tokenizer, (actor, critic, reference, sampler)
 
 
-def critic_from(actor: Transformer) -> Transformer:
-    """A critic with the actor's body and a value head of zeros."""
-    with torch.device("meta"):
-        critic = Transformer(actor.config, head="scalar")
-    body = {name: x.clone() for name, x in actor.state_dict().items() if name != "lm_head.weight"}
-    critic.load_state_dict(body | {"score.weight": torch.zeros(1, actor.config.hidden_size)}, assign=True)
-    return critic
+def make_optimizer(model: Transformer | None) -> torch.optim.AdamW | None:
+    """AdamW for the parameters that train. It allocates its moments at the first step."""
+    if model is None:
+        return None
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.0, fused=True)
 
 
-class Learner:
-    """AdamW for one model: linear schedule, clipping, no step if a gradient is not finite, means of what is logged."""
-
-    def __init__(self, model: Transformer, lr: float, lr_end: float, total_steps: int, args: Args):
-        self.model, self.args = model, args
-        self.first_lr, self.lr_end, self.total_steps = lr, lr_end, max(1, total_steps)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
-        self.steps, self.streak, self.bad_tensor, self.complaint = 0, 0, "", None
-        self.sums, self.tokens, self.skipped = collections.Counter(), 0, 0  # of the iteration
-
-    def lr_at(self, step: int) -> float:
-        return self.first_lr * (1 - (1 - self.lr_end) * min(1.0, step / self.total_steps))
-
-    def step(self, stats: dict[str, float], tokens: int) -> None:
-        """One optimizer step, counted even if skipped; `stats` are means over the minibatch's trained `tokens`."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr_at(self.steps)
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        norm = nn.utils.get_total_norm(gradients.values())
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if norm.isfinite():
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.args.max_grad_norm, norm)
-            self.optimizer.step()
-            self.streak, self.tokens = 0, self.tokens + tokens
-            self.sums.update({name: value * tokens for name, value in (stats | {"grad_norm": float(norm)}).items()})
-        else:
-            bad = next((n for n, grad in gradients.items() if not local(grad).isfinite().all()), None)
-            self.bad_tensor = next(filter(None, self.model.ranks.gather(bad)), "their norm")
-            self.skipped, self.streak = self.skipped + 1, self.streak + 1
-            if self.streak >= self.args.max_skipped_steps:
-                self.complaint = (f"--max-skipped-steps {self.args.max_skipped_steps}: so many gradients in a row were "
-                                  f"not finite, the last in {self.bad_tensor}")
-        self.optimizer.zero_grad()
-        self.steps += 1
-
-    def end_iteration(self) -> dict:
-        """What this iteration's log, diagnosis and checkpoint need; `means` are token-weighted over the steps made."""
-        means = {name: value / max(1, self.tokens) for name, value in self.sums.items()}
-        counters = {"steps": self.steps, "streak": self.streak, "has_moments": len(self.optimizer.state) > 0}
-        report = {"lr": self.lr_at(max(0, self.steps - 1)), "skipped": self.skipped}
-        self.sums, self.tokens, self.skipped = collections.Counter(), 0, 0
-        return report | dict(means=means, counters=counters, bad_tensor=self.bad_tensor, complaint=self.complaint)
-
-    def restore(self, counters: dict) -> None:
-        """Make room for the moments that a checkpoint with these counters will be read into."""
-        self.steps, self.streak = counters["steps"], counters["streak"]
-        for p in self.model.parameters() if counters["has_moments"] else ():
-            state = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **state}
-
-
-def shuffled_minibatches(args: Args, samples: int, iteration: int, epoch: int) -> tuple[Tensor, ...]:
-    """A new permutation each epoch, a function of (seed, iteration, epoch): there is no generator state to save."""
-    generator = torch.Generator().manual_seed(((args.seed * 1_000_003 + iteration) * 1_000_003 + epoch) % 2**63)
-    return torch.randperm(samples, generator=generator).split(args.train_batch_size)
-
-
-def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: EnvThread, args: Args) -> None:
-    """Supervised steps on the environment's demonstrations, with an optimizer of their own that is then discarded."""
-    if args.sft_steps == 0 or "demonstration" not in env.reset(0)[1]:
-        say(f"warm start: none, {env.name + ' has no demonstrations' if args.sft_steps else '--sft-steps 0'}")
-        return
-    learner, ranks, device = Learner(actor, args.sft_lr, 0.0, args.sft_steps, args), actor.ranks, actor.rope.device
-    cut = 0
-    for step in tqdm(range(args.sft_steps), desc="warm start", leave=False, disable=ranks.rank > 0):
-        rows, starts, losses = [], [], []
-        with ranks.agree():
-            for seed in range(step * args.sft_batch_size, (step + 1) * args.sft_batch_size):
-                prompt, info = env.reset(seed)
-                with blame(f"environment {env.name}, seed {seed}: info['demonstration'] must be text"):
-                    answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id]
-                cut += len(answer) > args.max_new_tokens
-                starts.append(len(ids := prompt_ids(tokenizer, prompt, args)))
-                rows.append(torch.tensor([*ids, *answer[: args.max_new_tokens]], device=device))
-        lengths, tokens = torch.tensor([len(row) for row in rows]), nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        columns = torch.arange(tokens.shape[1])
-        mask = ((columns >= torch.tensor(starts)[:, None]) & (columns < lengths[:, None])).to(device)  # [B, T]
-        for part in ranks.microbatches(torch.arange(len(rows)), lengths, args.micro_batch_tokens):
-            loss = -at_sampled(actor, *crop(part, lengths, tokens, mask))[0].sum() / mask.sum()
+def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: Args, actors: Ranks) -> None:
+    """Supervised steps on the environment's demonstrations, with an optimizer of their own."""
+    if args.sft_steps == 0 or "demonstration" not in reset(env, 0, args)[1]:
+        return print0("warm start: none")
+    optimizer = make_optimizer(actor)
+    for i in range(args.sft_steps):
+        episodes = []
+        for seed in range(i * SFT_BATCH_SIZE, (i + 1) * SFT_BATCH_SIZE):
+            prompt, info = env.reset(seed=seed)
+            answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id][: args.max_new_tokens]
+            episodes.append(Episode(env, f"seed {seed}"))
+            episodes[-1].begin(prompt, tokenizer, args)
+            episodes[-1].extend(answer, [0.0] * len(answer))
+        batch = Experience.from_rollout(collect(episodes, tokenizer, {}), actors.device)
+        n_tokens, parts = int(batch.cpu_counts.sum()), []
+        for rows in microbatches(torch.arange(len(batch)), batch.cpu_lengths, actors, args.micro_batch_tokens):
+            loss = -sampled_logprobs(actor, batch[rows], 1.0)[0].sum() / n_tokens
             loss.backward()
-            losses.append({"loss": loss})
-        learner.step(loss := ranks.total(losses), 0)
-        if learner.complaint:
-            raise UserError(learner.complaint)
-    say(f"warm start: {args.sft_steps} steps of {args.sft_batch_size} demonstrations, loss {loss['loss']:.3f} a token"
-        + (f"; {cut:,} were cut to --max-new-tokens {args.max_new_tokens}" if cut else ""))
+            parts.append({"loss": loss})
+        step = read_step(parts, nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm), n_tokens, actors)
+        optimizer_step(optimizer, step | {"lr": linear_schedule(args.sft_lr, 0.0, i, args.sft_steps)})
+    print0(f"warm start: {args.sft_steps} steps, loss {step['loss']:.3f} per token")
 
 
-def forward_flops(config: ModelConfig, lengths: Tensor, outputs: int) -> float:
-    """Multiplications and additions of a forward over rows of `lengths` [N] tokens, with logits for `outputs` of them.
-
-    Two for each weight and token, and 2 H D n^2 for the causal attention of a layer to a row of n tokens: half of what
-    PaLM counts (https://arxiv.org/abs/2204.02311, appendix B), since half of the scores are never needed.
-    """
-    n, heads = lengths.double(), config.num_attention_heads + config.num_key_value_heads
-    weights = config.hidden_size * (2 * config.head_dim * heads + 3 * config.intermediate_size)  # of a layer
-    layer = 2 * weights * n + 2 * config.num_attention_heads * config.head_dim * n.square()
-    return float(config.num_hidden_layers * layer.sum()) + 2 * outputs * config.hidden_size * config.vocab_size
+def rollout_on_all_ranks(world: Ranks, sampler, tokenizer, envs, seeds, args, iteration, greedy=False) -> Rollout:
+    """`rollout` of `seeds` [N]: every rank plays a part of consecutive samples and gets all."""
+    first, last = (len(seeds) * rank // world.size for rank in (RANK, RANK + 1))
+    part = None
+    if first < last:  # with fewer episodes than ranks some have none
+        part = rollout(sampler, tokenizer, envs, seeds[first:last], range(first, last), args, iteration, greedy)
+    return concatenate([part for part in gather(part, world) if part])
 
 
-@functools.cache
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of large matrix products here, the best of five: a model FLOPs utilization of 100 %."""
-    n, times = 8192 if device.type == "cuda" else 1024, []
-    x = torch.rand(n, n, device=device).to(dtype)
-    for _ in range(5):
-        start = time.perf_counter()
-        x @ x
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / min(times)
-
-
-def resolve_compile(args: Args, config: ModelConfig, plan: Plan, device: torch.device, ranks: int) -> None:
-    """Replace --compile auto, and try whether torch.compile works. Raises UserError if it is asked for and does not.
-
-    On a CPU compiling takes a minute or two, which half an hour of arithmetic repays. At 5e10 FLOP/s, about two cores:
-    by a measured rate a run could choose otherwise when it is resumed.
-    """
-    rows = torch.full((plan.samples_per_iteration,), args.max_prompt_tokens + args.max_new_tokens)  # at most
-    passes = 4 + 3 * (args.ppo_epochs + args.critic_epochs)
-    flops = args.num_iterations * passes * forward_flops(config, rows, len(rows) * args.max_new_tokens)
-    asked, repays = args.compile, device.type == "cuda" or flops / ranks / 5e10 > 1800
-    args.compile = "on" if asked == "on" or (asked == "auto" and repays) else "off"
-    if args.compile == "off":
-        return
-    try:
-        with blame(f"--compile {asked}: torch.compile fails here; it needs a C++ compiler and Python's headers"):
-            torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
-    except UserError as problem:
-        if asked == "on":
-            raise
-        args.compile = "off"
-        say(f"WARNING: {problem}. The run is not compiled")
-        return
-    if asked == "auto" and device.type == "cpu":
-        say("--compile auto: on, for a run this long; the first iteration takes a minute or two more")
+def gather(value, world: Ranks) -> list:
+    """`value` of every rank."""
+    values = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def evaluate(sample, envs: list, args: Args, iteration: int) -> dict[str, float]:
     """Means over the evaluation episodes, sampled at temperature 1 (the policy PPO trains), and greedy accuracy."""
-    args, episodes = dataclasses.replace(args, temperature=1.0), range(args.eval_episodes)
-    sampled = sample(envs, episodes, args, -1 - iteration)  # negative: noise of its own
-    greedy = sample(envs, episodes, args, -1 - iteration, greedy=True)
-    sums = {"accuracy": sum(sampled.success), "greedy_accuracy": sum(greedy.success),
-            "reward": float(sampled.rewards.sum()), "response_tokens": float(sampled.mask.sum())}
-    return {name: value / len(episodes) for name, value in sums.items()}
+    args, N = dataclasses.replace(args, temperature=1.0), args.eval_episodes
+    sampled = sample(envs, range(N), args, -1 - iteration)  # negative: other noise than in training
+    greedy = sample(envs, range(N), args, -1 - iteration, greedy=True)
+    return {"accuracy": sum(sampled.success) / N, "greedy_accuracy": sum(greedy.success) / N,
+            "reward": float(sampled.rewards.sum()) / N, "response_tokens": float(sampled.mask.sum()) / N}
 
 
-def show(results: dict[str, float]) -> str:
-    return f"{results['accuracy']:.1%} sampled at temperature 1, {results['greedy_accuracy']:.1%} greedy"
+# === 10. Run folder, saving, resuming ===
 
 
-def step_table(args: Args, plan: Plan) -> str:
-    """What an iteration and the run consist of, and the defaults that depend on the job."""
-    batches = f"{plan.minibatches} minibatches of {args.train_batch_size} samples"
+@dataclass
+class TrainState:
+    """What one iteration leaves to the next, besides weights and moments."""
+
+    iteration: int = 0  # iterations done
+    prompts: int = 0  # prompts used, the seed of the next one
+    actor_steps: int = 0  # skipped ones included
+    critic_steps: int = 0
+    skipped_in_a_row: list = field(default_factory=lambda: [0, 0])  # of actor and critic
+    last_cause: str | None = None  # of the diagnosis
+    eval_before: dict | None = None
+    bytes: dict = field(default_factory=dict)  # sizes of the *.jsonl files
+
+    def advance(self, args: Args, actor_steps: list[dict], critic_steps: list[dict]) -> None:
+        self.iteration += 1
+        self.prompts += args.rollout_batch_size
+        self.actor_steps += len(actor_steps)
+        self.critic_steps += len(critic_steps)
+        for i, steps in enumerate((actor_steps, critic_steps)):
+            for step in steps:
+                self.skipped_in_a_row[i] = self.skipped_in_a_row[i] + 1 if step["skipped"] else 0
+        if max(self.skipped_in_a_row) >= 20:
+            raise UserError("20 consecutive gradients were not finite: look at rewards, lower the learning rates")
+
+
+def catch_signals(stack: contextlib.ExitStack) -> list[int]:
+    """SIGTERM and Ctrl-C go into a list: the run ends after the current iteration, with a checkpoint."""
+    received = []
+
+    def handle(signum, frame):
+        received.append(int(signum))
+        os.write(2, b"\nstopping after this iteration; Ctrl-\\ stops at once\n")
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        stack.callback(signal.signal, signum, signal.signal(signum, handle))  # put back at the end
+    return received
+
+
+class RunFolder:
+    """<log_dir>/<run_name>/: TensorBoard events, *.jsonl, config.json, summary.json, checkpoints/, model/."""
+
+    def __init__(self, args: Args, state: TrainState, world: Ranks):
+        self.args, self.state, self.started, self.summary = args, state, time.monotonic(), {}
+        name = f"{args.env_id.split(':')[-1]}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        self.path, resumed = Path(args.log_dir, args.run_name or gather(name, world)[0]), args.resume == "auto"
+        if args.resume and Path(args.resume, "checkpoints").is_dir():
+            self.path, resumed = Path(args.resume), True
+        if RANK > 0:
+            return
+        if self.path.exists() and not resumed:
+            raise UserError(f"--run-name: {self.path} exists; --resume auto resumes it, else choose another name")
+        with rephrase(f"--log-dir {args.log_dir}: cannot write {self.path}"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "config.json").write_text(json.dumps({"args": vars(args), "argv": sys.argv}, indent=2))
+        self.files = {name: open(self.path / f"{name}.jsonl", "a") for name in ("metrics", "completions")}
+        for name, file in self.files.items():
+            file.truncate(min(state.bytes.get(name, 0), file.tell()))  # the rest will be written again
+        self.writer = SummaryWriter(self.path, purge_step=state.iteration)
+        self.bar = tqdm(total=args.num_iterations, initial=state.iteration, desc="PPO", unit="it", dynamic_ncols=True)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def append(self, name: str, row: dict) -> None:
+        """Write a line of JSON, which has no NaN and Infinity: they are left out, like None."""
+        row = json.loads(json.dumps(row), parse_constant=lambda constant: None)
+        self.files[name].write(json.dumps({key: value for key, value in row.items() if value is not None}) + "\n")
+        self.files[name].flush()
+
+    def log(self, row: dict, batch: Rollout, experience: Experience, diagnosis: Diagnosis) -> None:
+        """Report an iteration: metrics.jsonl, completions.jsonl, TensorBoard, terminal."""
+        if RANK > 0:
+            return
+        i, cause = row["iteration"], diagnosis.cause
+        self.append("metrics", row | {"ratio/diagnosis": cause})
+        for name, value in row.items():
+            if isinstance(value, int | float):
+                self.writer.add_scalar(name, value, i)
+        for k in range(min(4, len(experience))):
+            self.append("completions", {
+                "step": i, "prompt": batch.prompts[k], "response": batch.texts[k], "stop": batch.stop[k],
+                "reward": float(experience.scores[k]), "n_tokens": int(experience.cpu_counts[k]),
+                "kl": float(experience.kl[k])})
+        if i % max(1, self.args.num_iterations // 5) == 0:
+            print0(f"       {batch.prompts[0]!r:.80} -> {batch.texts[0]!r:.200} (reward {experience.scores[0]:g})")
+        if cause and cause != self.state.last_cause:
+            print0(f"iteration {i + 1}: ratio: {cause}: {diagnosis.advice} ({diagnosis.evidence})")
+        self.state.last_cause = cause
+        print0(f"{i + 1:>5}: reward {row['objective/reward']:.3f}, accuracy {row['objective/accuracy']:.1%}, "
+               f"{row['objective/response_tokens']:.1f} tokens, max|ratio-1| {row['ratio/last_dev']:.2g}, "
+               f"KL {row.get('objective/kl', 0.0):.4f}, {row['time/iteration']:.2f} s")
+        self.bar.update()
+
+    def print_results(self, when: str, results: dict) -> None:
+        self.summary[f"eval_{when}"] = results
+        print0(f"accuracy {when} PPO: {results['accuracy']:.1%} sampled at temperature 1, "
+               f"{results['greedy_accuracy']:.1%} greedy")
+
+    def __exit__(self, kind, error, traceback) -> None:
+        status = {None: "completed", SystemExit: "interrupted"}.get(kind, "failed")
+        self.summary |= {"status": status, "iterations": self.state.iteration, "update_steps": self.state.actor_steps,
+                         "seconds": time.monotonic() - self.started, "peak_memory_bytes": peak_memory()}
+        if RANK == 0:
+            (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2))
+            for file in (self.bar, self.writer, *self.files.values()):
+                file.close()
+
+
+def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, world) -> dict:
+    """A line of metrics.jsonl. Means over steps are weighted by tokens; skipped steps do not count."""
+    N, mask, seconds = len(experience), experience.mask, clock[-1] - clock[0]
+    returns, values = experience.returns[mask], experience.values[mask]
+    row = batch.stats | {
+        "iteration": state.iteration - 1, "charts/episodes": state.iteration * N, "ratio/steps": actor_steps,
+        "charts/actor_steps": state.actor_steps, "objective/reward": float(experience.scores.mean()),
+        "objective/accuracy": sum(batch.success) / N, "objective/advantage_std": signals["adv_raw_std"],
+        "objective/response_tokens": signals["tokens"] / N,
+        "objective/entropy": -float(masked_mean(experience.old_logprobs, mask)),
+        "objective/truncated": float(experience.truncated.float().mean()),
+        "losses/explained_variance": float(1 - (returns - values).var() / returns.var()),
+        "param/changed_frac": signals["changed_frac"],
+        "param/relative_update": signals["update_norm"] / max(signals["param_norm"], 1e-30),
+        "time/iteration": seconds, "time/ranks": [[t - clock[0] for t in times] for times in gather(clock, world)],
+        "perf/response_tokens_per_second": signals["tokens"] / seconds,
+        "perf/peak_memory_bytes": max(gather(peak_memory(), world)),
+    }
+    if args.kl_coef:
+        row["objective/kl"] = float(experience.kl.mean())
+    if args.recompute_old_logprobs:
+        row["debug/sampler_trainer_logprob_diff"] = signals["sampler_diff"]
+    for model, steps in (("actor", actor_steps), ("critic", critic_steps)):
+        made = [step for step in steps if not step["skipped"]]
+        row[f"grad/skipped_{model}"] = len(steps) - len(made)
+        row[f"grad/{model}_norm"] = token_mean(made, "grad_norm")
+        row[f"charts/{model}_lr"] = steps[-1]["lr"] if steps else None
+        for name in made[0].keys() - {"tokens", "grad_norm", "skipped", "lr", "dev_max"} if made else ():
+            row[f"losses/{name}"] = token_mean(made, name)
+    for name in ("first_dev", "last_dev", "post_dev", "out_of_clip", "signed_t", "early_stop"):
+        row[f"ratio/{name}"] = signals[name]
+    for phase, start, end in zip(("rollout", "score", "critic", "actor", "diagnose"), clock, clock[1:]):
+        row[f"time/{phase}"] = end - start
+    return row
+
+
+def token_mean(steps: list[dict], name: str) -> float | None:
+    """Mean over the tokens of the steps, None without any."""
+    tokens = sum(step["tokens"] for step in steps)
+    return sum(step[name] * step["tokens"] for step in steps) / tokens if tokens else None
+
+
+def step_table(args, plan) -> str:
+    """What an iteration and the run consist of, and the defaults that depend on other flags."""
+    batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     kl = f"KL x {args.kl_coef:g} in the {args.kl_in}, {args.kl_estimator}" if args.kl_coef else "none (--kl-coef 0)"
-    defaults = ("actor_lr", "critic_lr", "kl_coef", "sft_steps", "sft_lr", "max_prompt_tokens", "max_new_tokens")
     return f"""\
   rollout    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} = {plan.samples_per_iteration} samples
-  critic     then {args.critic_epochs} epochs x {batches} = {plan.critic_update_steps} optimizer steps
-  actor      then {args.ppo_epochs} epochs x {batches} = {plan.update_steps} optimizer steps
+  critic     then {args.critic_epochs} {batches} = {plan.critic_update_steps} optimizer steps
+  actor      then {args.ppo_epochs} {batches} = {plan.update_steps} optimizer steps
   reference  {kl}
   run        {args.num_iterations} iterations, the first {args.critic_warmup_iterations} for the critic alone: \
 {plan.episodes_total:,} episodes, {plan.actor_steps_total:,} actor and {plan.critic_steps_total:,} critic steps
-  defaults   {", ".join(f"{name} {getattr(args, name):g}" for name in defaults)}"""
+  defaults   {", ".join(f"{name} {getattr(args, name):g}" for name in DEFAULTS)}"""
 
 
-def train(args: Args) -> dict:
-    """Run PPO; returns what summary.json holds. Raises UserError for what the user can mend."""
-    with contextlib.ExitStack() as stack:  # closes the run folder whatever happens, and keeps the loop below flat
-        return ppo(args, stack)
+def peak_memory() -> int:
+    """Bytes: of the GPU if one is in use, else of this process (ru_maxrss counts KiB on Linux)."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
-    device, dtype, world, actors, critics = connect(args, stack)
-    plan, peak_rate = plan_steps(args, world.size), matrix_rate(device, dtype)
-    samples = plan.samples_per_iteration
-    torch.manual_seed(args.seed)
-
-    # --- Load and try all that can be wrong, before anything is written
-    with world.agree():
-        envs = make_envs(args, episodes_at_once(args, -(-samples // world.size)))
-        eval_envs = make_envs(args, episodes_at_once(args, -(-args.eval_episodes // world.size)), evaluation=True)
-        # They may have processes or files to close, and get five seconds.
-        stack.callback(lambda: concurrent.futures.wait([e.submit("close") for e in envs + eval_envs], timeout=5))
-        tokenizer, actor, critic, scorer = load_models(args, envs[0], eval_envs[0])
-        config, critic_config, scorer_config = (m.config if m else None for m in (actor, critic or actor, scorer))
-        resolve_compile(args, config, plan, device, world.size)
-    with world.agree():
-        resume = find_resume(args, config, world)
-    if resume.finished:
-        say(f"{resume.folder}: finished; from its last checkpoint, if any, a larger --num-iterations would go on")
-        return resume.finished
-    with world.agree():
-        stack.push(run := RunFolder(args, world, resume))
-    where = f"{device.type}, {dtype}, {world.size} rank{'s' * (world.size > 1)}"
-    say(f"{run.path}: {sum(p.numel() for p in actor.parameters()):,} parameters, {where}\n{step_table(args, plan)}")
-    if not tokenizer.template:
-        say("no chat template: prompts are encoded as plain text")
-
-    # --- Warm start, then critic and reference from the actor as it is now. A model that a rank does not hold is None
-    sampler = actor if actors.mesh is None and args.compile != "on" else unsharded(config, device, dtype)
-    actor = shard(actor, actors, args, dtype) if actors.mine else None
-    with world.agree():
-        if actor and not resume.state:
-            warm_start(actor, tokenizer, envs[0], args)
-    whole = unsharded(config)
-    copy_weights(actor, whole, actors)
-    critic = shard(critic or critic_from(whole), critics, args, dtype) if critics.mine else None
-    scorer = shard(scorer.requires_grad_(False), critics, args, dtype) if scorer and critics.mine else None
-    reference = shard(whole, actors, args, dtype) if args.kl_coef > 0 and actors.mine else None
-    del whole
-    actor_learner = Learner(actor, args.actor_lr, args.lr_end, plan.actor_steps_total, args) if actor else None
-    critic_learner = Learner(critic, args.critic_lr, args.lr_end, plan.critic_steps_total, args) if critic else None
-    stop_ids = torch.tensor(tokenizer.stop_ids, device=device)
-    has_split = args.env_id == "SortDigits-v0" or json.loads(args.eval_env_kwargs) != {}
-
-    # --- Nothing but `now`, weights and moments goes from one iteration to the next: this is what a checkpoint holds
-    now = types.SimpleNamespace(
-        iteration=0, prompts=0, episodes=0, kl_coef=args.kl_coef, last_cause=None, eval_before=None, learners={})
-    held = {"actor": (actor, actor_learner, actors), "critic": (critic, critic_learner, critics),
-            "reference": (reference, None, actors)}  # fmt: skip
-    held = {name: entry for name, entry in held.items() if entry[0]}
-    export = functools.partial(export_model, actor, config, tokenizer, actors, world, run.path / "model")
-    checkpoints = Checkpoints(run, world, args, config, now, held, export)
-    if resume.state:
-        checkpoints.load(resume)
-    copy_weights(actor, sampler, actors)
-    sample = functools.partial(shared_rollout, world, Signals(stack), sampler, tokenizer)
-    with checkpoints.on_stop():
-        now.eval_before = before = now.eval_before or evaluate(sample, eval_envs, args, 0)
-    steps_done = now.learners["actor"]["steps"] if now.learners else 0
-    run.summary |= {"eval_before": before, "iterations": now.iteration, "update_steps": steps_done}
-    say(f"accuracy before PPO: {show(before)}")
-    bar = stack.enter_context(tqdm(total=args.num_iterations, initial=now.iteration, desc="PPO", unit="it",
-                                   dynamic_ncols=True, disable=world.rank > 0))  # fmt: skip
-
-    for iteration in range(now.iteration, args.num_iterations):
-        if args.save_every and iteration % args.save_every == 0 and iteration > 0:
-            checkpoints.save()
-
-        # --- Rollout: the current actor samples, on all ranks
-        seeds, evaluation = [now.prompts + i // args.n_samples_per_prompt for i in range(samples)], {}
-        with checkpoints.on_stop():
-            if args.eval_every and iteration % args.eval_every == 0 and iteration > 0:
-                evaluation = evaluate(sample, eval_envs, args, iteration)
-            clock = [time.time()]
-            batch = sample(envs, seeds, args, iteration)
-        tokens, mask, lengths = batch.tokens, batch.mask, batch.lengths  # [N, T], [N, T], [N]
-        token_counts = mask.sum(1).cpu()  # [N]
-        trained_tokens = int(token_counts.sum())
-        clock.append(time.time())
-
-        # --- Old policy, reference and values, recorded once, before the first update; every rank computes some rows
-        # V(state after the last token) sits one column beyond it, where the next token would be.
-        beyond = torch.arange(mask.shape[1] + 1, device=device) == lengths.to(device)[:, None]  # [N, T + 1]
-        longer, sampled, zeros = F.pad(tokens, (0, 1)), F.pad(mask, (0, 1)), torch.zeros(beyond.shape, device=device)
-        passes = [(actor if args.recompute_old_logprobs else None, sampled), (reference, sampled),
-                  (critic, sampled | beyond), (scorer, beyond)]  # fmt: skip
-        recorded = [over_rollout(model, longer, at, lengths + 1, args) if model else zeros for model, at in passes]
-        old_logprobs, ref_logprobs, values, model_rewards = world.sum(torch.stack(recorded))  # [N, T + 1] each
-        old_logprobs = old_logprobs[:, :-1] if args.recompute_old_logprobs else batch.logprobs
-        ref_logprobs = ref_logprobs[:, :-1] if args.kl_coef > 0 else old_logprobs
-        truncated = torch.tensor([stop != "eos" for stop in batch.stop], device=device)  # [N]
-        bootstrap = values[beyond] * truncated if args.bootstrap_truncated else None
-        values = values[:, :-1] * mask
-
-        # --- Rewards: environment, missing-EOS penalty and reward model on the last token, KL on every token
-        # NOTE for forks: shape rewards here.
-        rewards, last = batch.rewards.clone(), (torch.arange(samples, device=device), lengths.to(device) - 1)
-        rewards[last] -= args.missing_eos_penalty * ~torch.isin(tokens[last], stop_ids)
-        rewards[last] += model_rewards[beyond]
-        scores, kl = rewards.sum(1), (old_logprobs - ref_logprobs).sum(1)  # [N]; log-probs are 0 outside the mask
-        if args.kl_in == "reward":
-            rewards -= now.kl_coef * kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
-
-        # --- Advantages. Returns come from the raw ones; whitening is over the whole rollout
-        advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
-        adv_raw_std = float(advantages[mask].std()) if trained_tokens > 1 else 0.0
-        advantages = masked_whiten(advantages, mask) if adv_raw_std >= 1e-6 else advantages
-        if args.rollout_is_cap:  # truncated importance weights: the sampler is not quite the old policy
-            advantages = advantages * (old_logprobs - batch.logprobs).exp().clamp(max=args.rollout_is_cap)
-        explained = 1 - float((returns - values)[mask].var() / returns[mask].var()) if trained_tokens > 1 else math.nan
-        clock.append(time.time())
-
-        # --- Critic epochs first. Old values and log-probs are frozen: before, after or beside the actor, all the same
-        report = {}  # of this rank
-        for epoch in range(args.critic_epochs if critic else 0):
-            for minibatch in shuffled_minibatches(args, samples, iteration, epoch):
-                denom, parts = max(1, int(token_counts[minibatch].sum())), []
-                for rows in critics.microbatches(minibatch, lengths, args.micro_batch_tokens):
-                    mb_tokens, mb_mask, mb_old, mb_returns = crop(rows, lengths, tokens, mask, values, returns)
-                    new_values, _ = at_sampled(critic, mb_tokens, mb_mask)
-                    loss = value_loss(new_values, mb_old, mb_returns, mb_mask, args.value_clip, denom)
-                    loss.backward()
-                    parts.append({"value_loss": loss})
-                critic_learner.step(critics.total(parts), denom)
-        clock.append(time.time())
-        if critic:
-            report["critic"] = critic_learner.end_iteration()
-
-        # --- Actor epochs; none during critic warm-up
-        warmup, early_stop, steps = iteration < args.critic_warmup_iterations, False, []
-        probes = [local(p.detach()).flatten()[:: 1 + p.numel() // 2**16] for p in actor.parameters()] if actor else []
-        old_probes = [p.clone() for p in probes]  # a part of every weight
-        for epoch in range(args.ppo_epochs if actor and not warmup else 0):
-            for i, minibatch in enumerate(shuffled_minibatches(args, samples, iteration, epoch)):
-                denom, parts = max(1, int(token_counts[minibatch].sum())), []
-                for rows in actors.microbatches(minibatch, lengths, args.micro_batch_tokens):
-                    mb_tokens, mb_mask, mb_old, mb_ref, mb_advantages = crop(
-                        rows, lengths, tokens, mask, old_logprobs, ref_logprobs, advantages)  # [b, t]
-                    logprobs, entropy = at_sampled(actor, mb_tokens, mb_mask, args.temperature)
-                    # NOTE for forks: another policy objective goes here.
-                    loss, part = policy_loss(
-                        logprobs, mb_old, mb_advantages, mb_mask, args.clip_low, args.clip_high, args.dual_clip, denom)
-                    part["max_dev"] = torch.maximum(part.pop("ratio_max") - 1, 1 - part.pop("ratio_min"))
-                    part |= {"policy_loss": loss, "entropy": entropy.sum() / denom}
-                    if args.entropy_coef:
-                        loss = loss - args.entropy_coef * part["entropy"]
-                    if args.kl_in == "loss" and reference:
-                        part["kl_loss"] = kl_estimate(logprobs, mb_ref, args.kl_estimator).sum() / denom
-                        loss = loss + now.kl_coef * part["kl_loss"]
-                    if loss.requires_grad:  # detached log-probs are diagnosed below, they need not crash here
-                        loss.backward()
-                    parts.append(part)
-                stats = actors.total(parts)  # of all ranks, so that they decide alike
-                early_stop = bool(args.target_kl and stats["approx_kl"] > args.target_kl)
-                if early_stop:
-                    actor_learner.optimizer.zero_grad()
-                    break
-                steps.append({"step": actor_learner.steps, "epoch": epoch, "minibatch": i, "dev": stats.pop("max_dev"),
-                              **{name: stats[name] for name in ("ratio_mean", "clipfrac", "out_of_clip", "approx_kl")}})
-                actor_learner.step(stats, denom)
-            if early_stop:
-                break
-        clock.append(time.time())
-        copy_weights(actor, sampler, actors)
-
-        # --- What the updates did to the first minibatch, by one more forward, and to a part of every weight
-        if actor:
-            rows = shuffled_minibatches(args, samples, iteration, 0)[0]
-            drift = actors.sum(over_rollout(actor, tokens[rows], mask[rows], lengths[rows], args)) - old_logprobs[rows]
-            drift, signed = drift[mask[rows]], (drift * advantages[rows].sign())[mask[rows]]  # [n]
-            weights, old_weights = torch.cat(probes).double(), torch.cat(old_probes).double()
-            change = weights - old_weights
-            norms = actors.total([{"changed": (change != 0).sum(), "probed": torch.ones_like(change).sum(),
-                                   "update": change.square().sum(), "weights": weights.square().sum()}])  # fmt: skip
-            report["actor"] = actor_learner.end_iteration() | dict(
-                ratio_steps=steps, early_stop=early_stop, changed_frac=norms["changed"] / norms["probed"],
-                update_norm=norms["update"] ** 0.5, param_norm=norms["weights"] ** 0.5,
-                param_dtype=str(probes[0].dtype),
-                post_dev=float(drift.expm1().abs().max()) if len(drift) else 0.0,
-                signed_t=float(signed.mean() / (signed.std() + 1e-12)) * len(signed) ** 0.5 if len(signed) > 1 else 0.0)
-        clock.append(time.time())
-        report |= {"clock": clock, "peak_memory": peak_memory()}
-        reports = world.gather(report)
-        of_actor, of_critic = reports[0]["actor"], reports[-1]["critic"]  # the first rank has one, the last the other
-        steps = of_actor["ratio_steps"]
-        first, last_step = (steps[0], steps[-1]) if steps else ({"dev": 0.0}, {"dev": 0.0, "out_of_clip": 0.0})
-        signals = of_actor | dict(
-            phase="critic_warmup" if warmup else "train", planned=plan.update_steps, tokens=trained_tokens,
-            steps=len(steps) - of_actor["skipped"], first_dev=first["dev"], last_dev=last_step["dev"],
-            out_of_clip=last_step["out_of_clip"], adv_raw_std=adv_raw_std, compute_dtype=str(dtype),
-            reward_std=float(scores.std()) if samples > 1 else 0.0, grad_norm=of_actor["means"].get("grad_norm", 0.0),
-            sampler_diff=float(masked_mean((batch.logprobs - old_logprobs).abs(), mask)),
-        )
-        diagnosis = diagnose_ratio(signals)
-        if diagnosis.cause not in (None, now.last_cause):
-            say(f"iteration {iteration + 1}: ratio: {diagnosis.cause}: {diagnosis.evidence}; {diagnosis.advice}")
-        made_before = of_actor["counters"]["steps"] - len(steps)
-        with world.agree():
-            if diagnosis.cause == "forward_mismatch" and made_before == 0 and first["dev"] > 1e-2:
-                raise UserError(f"the ratio of the first update is off by {first['dev']:.1e}: {diagnosis.advice}")
-
-        # --- Adaptive KL (https://arxiv.org/abs/1909.08593, section 2.2) and reference
-        mean_kl, kl_coef = (float(kl.mean()), now.kl_coef) if args.kl_coef > 0 else (None, None)
-        if args.kl_target and not warmup:
-            now.kl_coef *= 1 + max(-0.2, min(0.2, mean_kl / args.kl_target - 1)) * min(1, samples / args.kl_horizon)
-        if args.ref_sync_every and (iteration + 1) % args.ref_sync_every == 0 and reference:
-            with torch.no_grad():
-                old, new = ([local(p) for p in model.parameters()] for model in (reference, actor))
-                torch._foreach_lerp_(old, new, args.ref_sync_alpha)
-        now.prompts, now.episodes = now.prompts + args.rollout_batch_size, now.episodes + samples
-        now.iteration, now.last_cause = iteration + 1, diagnosis.cause
-        now.learners = {"actor": of_actor["counters"], "critic": of_critic["counters"]}
-
-        # --- Arithmetic of real tokens: a backward pass counts twice its forward, what is computed again not at all
-        actor_pass = forward_flops(config, lengths, trained_tokens)
-        critic_pass, scorer_pass = (forward_flops(c, lengths, 0) if c else 0.0 for c in (critic_config, scorer_config))
-        update_flops = 3 * (len(steps) / plan.minibatches * actor_pass + args.critic_epochs * critic_pass)
-        actor_passes = 1 + args.recompute_old_logprobs + (args.kl_coef > 0)
-        flops = update_flops + actor_passes * actor_pass + critic_pass + scorer_pass
-
-        # --- Log. Every mean is weighted by tokens over all minibatches and ranks
-        means, critic_means = of_actor["means"], of_critic["means"]
-        latest = [max(times) for times in zip(*(other["clock"] for other in reports), strict=True)]  # of all ranks
-        _, _, scored, _, updated, finished = latest
-        seconds, phases = finished - clock[0], ("rollout", "score", "critic", "actor", "diagnose")
-        row = {
-            "iteration": iteration, "charts/episodes": now.episodes, "charts/SPS": samples / seconds,
-            "charts/actor_steps": of_actor["counters"]["steps"], "charts/actor_lr": of_actor["lr"],
-            "charts/critic_lr": of_critic["lr"],
-            "objective/reward": float(scores.mean()), "objective/accuracy": sum(batch.success) / samples,
-            "objective/kl": mean_kl, "objective/kl_coef": kl_coef, "objective/advantage_std": adv_raw_std,
-            "objective/entropy": -float(masked_mean(old_logprobs, mask)),
-            "objective/response_tokens": trained_tokens / samples,
-            "objective/truncated": 1 - batch.stop.count("eos") / samples,
-            **{f"losses/{name}": value for name, value in (critic_means | means).items() if name != "grad_norm"},
-            "losses/explained_variance": explained, "grad/critic_norm": critic_means.get("grad_norm"),
-            "grad/actor_norm": means.get("grad_norm"), "grad/skipped_actor": of_actor["skipped"],
-            "grad/skipped_critic": of_critic["skipped"],
-            **{f"ratio/{n}": signals[n] for n in ("first_dev", "last_dev", "post_dev", "out_of_clip", "signed_t")},
-            "ratio/early_stop": int(of_actor["early_stop"]), "ratio/steps": steps, "ratio/diagnosis": diagnosis.cause,
-            "param/changed_frac": signals["changed_frac"],
-            "param/relative_update": signals["update_norm"] / signals["param_norm"],
-            "debug/sampler_trainer_logprob_diff": signals["sampler_diff"], **batch.stats,
-            **{f"time/{phase}": end - start for phase, start, end in zip(phases, clock, clock[1:], strict=False)},
-            "time/ranks": [[t - clock[0] for t in other["clock"]] for other in reports],
-            "perf/response_tokens_per_second": trained_tokens / seconds,
-            "perf/rollout_tokens_per_second": trained_tokens / (clock[1] - clock[0]),
-            "perf/mfu": flops / seconds / world.size / peak_rate,
-            "perf/update_mfu": update_flops / (updated - scored) / world.size / peak_rate,
-            "perf/peak_memory_bytes": max(other["peak_memory"] for other in reports),
-            **{f"eval/{name}": value for name, value in evaluation.items()},
-        }
-        run.summary |= {"iterations": iteration + 1, "update_steps": of_actor["counters"]["steps"]}
-        with checkpoints.on_stop(), world.agree():
-            run.log(row)
-            for i in range(min(args.log_completions, samples)):
-                run.write("completions", {
-                    "step": iteration, "prompt": batch.prompts[i], "response": batch.texts[i], "stop": batch.stop[i],
-                    "reward": float(scores[i]), "n_tokens": int(token_counts[i]),
-                    "kl": float(kl[i]) if args.kl_coef > 0 else None,
-                })
-            if complaint := of_actor["complaint"] or of_critic["complaint"]:
-                raise UserError(complaint)
-        say(f"{iteration + 1:>5}: reward {float(scores.mean()):.3f}, accuracy {row['objective/accuracy']:.1%}, "
-            f"{row['objective/response_tokens']:.1f} tokens, max|ratio-1| {signals['last_dev']:.2g}, clipped "
-            f"{means.get('clipfrac', 0):.1%}, explained variance {explained:.2f}, {seconds:.2f} s"
-            + (f", KL {mean_kl:.4f}" if kl_coef else ""))
-        if iteration % max(1, args.num_iterations // 5) == 0:
-            for i in range(min(2, samples)):
-                say(f"       {batch.prompts[i]!r:.80} -> {batch.texts[i]!r:.200} (reward {scores[i]:g})")
-        bar.update()
-
-    bar.close()
-    if args.save_every:
-        checkpoints.save()
-    with checkpoints.on_stop():
-        run.summary["eval_after"] = after = evaluate(sample, eval_envs, args, args.num_iterations)
-    export()
-    say(f"accuracy before PPO: {show(before)}\naccuracy after PPO:  {show(after)}, {args.eval_episodes} episodes of "
-        f"{'held-out' if has_split else 'the training'} prompts; all is in {run.path}")
-    return run.summary
+def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:
+    """{"weights": {name: tensor}} and, after the first step, AdamW's "exp_avg", "exp_avg_sq" and "step"."""
+    if model is None:
+        return {}
+    tensors = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
+    for kind in ("exp_avg", "exp_avg_sq", "step") if optimizer and optimizer.state else ():
+        tensors[kind] = {name: optimizer.state[p][kind] for name, p in model.named_parameters() if p.requires_grad}
+    return tensors
 
 
-def main() -> None:
-    first = os.environ.get("RANK", "0") == "0"
-    try:
-        train(tyro.cli(Args, console_outputs=first))
-    except (UserError, SystemExit) as error:
-        if not first:
-            time.sleep(10)  # torchrun ends all ranks when one exits: leave the first time to say why
-        if isinstance(error, SystemExit):  # by tyro
-            raise
-        if first or not error.common:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt as error:
-        sys.exit(128 + (error.args[0] if isinstance(error, Interrupted) else signal.SIGINT))
+def save_checkpoint(run: RunFolder, trained: dict, state: TrainState, args: Args, world: Ranks) -> None:
+    """Write checkpoints/iter_<iterations>, which exists only when it is complete.
+
+    Weights and moments of each model are safetensors in a folder of their own, to be read by any number of ranks.
+    """
+    path = run.path / "checkpoints" / f"iter_{state.iteration:06d}"
+    partial = path.with_name("partial")
+    with rephrase(f"{path} cannot be written: make room and --resume the run. Earlier checkpoints are intact"):
+        if RANK == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        gather(None, world)  # wait for rank 0
+        for name, (model, optimizer, ranks) in trained.items():
+            for kind, tensors in checkpoint_tensors(model, optimizer).items():
+                writer = dcp.HuggingFaceStorageWriter(str(partial / name / kind), save_distributed=True)
+                dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+        gather(None, world)  # wait for all
+        if RANK > 0:
+            return
+        state.bytes = {name: file.tell() for name, file in run.files.items()}
+        files = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*.safetensors")}
+        (partial / "state.json").write_text(json.dumps({"state": vars(state), "files": files}, indent=2))
+        shutil.rmtree(path, ignore_errors=True)  # a damaged one that was passed over on resume
+        partial.rename(path)
+        for old in [p for p in checkpoints_in(run.path) if p <= path][args.keep_checkpoints :]:
+            shutil.rmtree(old)
+    print0(f"saved {path}")
+
+
+def checkpoints_in(run: Path) -> list[Path]:
+    return sorted(run.glob("checkpoints/iter_*"), reverse=True)  # newest first
+
+
+def checkpoints_to_resume(args: Args) -> list[Path]:
+    """Checkpoints to try, newest first; none for a new run. Raises UserError if --resume names none."""
+    if args.resume is None:
+        return []
+    folder = Path(args.log_dir, args.run_name) if args.resume == "auto" else Path(args.resume)
+    found = [folder] if (folder / "state.json").is_file() else checkpoints_in(folder)
+    if not found and args.resume != "auto":
+        raise UserError(f"--resume {args.resume}: no checkpoint there")
+    return found
+
+
+def resume(args: Args, trained: dict, world: Ranks) -> TrainState:
+    """Read the newest checkpoint that loads into models and optimizers; one that does not is named."""
+    problem = None
+    for path in checkpoints_to_resume(args):
+        state = problem = None
+        try:
+            state = load_checkpoint(path, trained)
+        except (Exception, dcp.api.CheckpointException) as error:
+            problem = f"{path} is damaged or of another model: {error!s:.200} ({type(error).__name__})"
+        problem = next(filter(None, gather(problem, world)), None)
+        if problem is None:
+            print0(f"resuming from {path}, after {state.iteration} iterations")
+            return state
+        print0(f"WARNING: passed over {problem}")
+    if problem:
+        raise UserError(f"--resume {args.resume}: {problem}")
+    return TrainState()
+
+
+def load_checkpoint(path: Path, trained: dict) -> TrainState:
+    saved = json.loads((path / "state.json").read_text())
+    for name, size in saved["files"].items():  # DCP passes over a missing file
+        if (path / name).stat().st_size != size:
+            raise ValueError(f"{name} has not the size it was saved with")
+    for name, (model, optimizer, ranks) in trained.items():
+        if optimizer:
+            optimizer.state.clear()  # of a checkpoint that turned out to be damaged
+        if optimizer and (path / name / "exp_avg").is_dir():
+            for p in optimizer.param_groups[0]["params"]:
+                optimizer.state[p] = {kind: torch.zeros_like(p.detach()) for kind in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[p]["step"] = torch.zeros((), device=p.device)
+        for kind, tensors in checkpoint_tensors(model, optimizer).items():
+            reader = dcp.HuggingFaceStorageReader(str(path / name / kind))
+            there = {key: x.size for key, x in reader.read_metadata().state_dict_metadata.items()}
+            differ = there.items() ^ {key: x.shape for key, x in tensors.items()}.items()
+            if differ:
+                raise ValueError(f"{name} has other tensors, or of other shapes, than this run: {dict(differ)}")
+            dcp.load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
+    return TrainState(**saved["state"])
 
 
 if __name__ == "__main__":

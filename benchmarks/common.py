@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
+import unittest.mock
 from pathlib import Path
 
 import gymnasium as gym
@@ -110,39 +111,39 @@ def forced_lengths(name: str, samples: int, mean: int, longest: int) -> list[int
     return lengths.round().clamp(1, longest).int().tolist()
 
 
-@functools.cache  # one class a module: compiled code is tied to the type of its engine
-def forced_engine(ppo):
-    class Engine(ppo.Engine):
-        forced, blocks, after = (), [], None
-
-        def __init__(self, actor, tokenizer, *rest):
-            tokenizer = copy.copy(tokenizer)
-            tokenizer.stop_ids = [actor.config.vocab_size]  # never sampled
-            super().__init__(actor, tokenizer, *rest)
-            self.new_tokens = [Engine.forced[i] for i in self.sample_ids]
-
-        def decode_block(self):
-            start, rows = time.perf_counter(), len(self.decoding)
-            ended = super().decode_block()  # reads its tokens, so it has ended
-            Engine.blocks.append((start, time.perf_counter(), rows))
-            Engine.after()
-            return ended
-
-    return Engine
-
-
 @contextlib.contextmanager
 def forced(ppo, lengths: list[int], after=lambda: None):
-    """Within, sample i of a rollout gets lengths[i] tokens. Gives a list of decode blocks: start, end, rows.
+    """Within, sample i of a rollout gets lengths[i] tokens. Gives a list of decode steps: start, end, rows that decode.
 
-    `after` is called after each of them.
+    `after` is called after each of them. On an accelerator start and end tell when a step was launched.
     """
-    engine, original = forced_engine(ppo), ppo.Engine
-    engine.forced, engine.blocks, engine.after, ppo.Engine = list(lengths), [], after, engine
-    try:
-        yield engine.blocks
-    finally:
-        ppo.Engine = original
+    steps, rollout, begin = [], ppo.rollout, ppo.Episode.begin
+
+    def forced_begin(episode, *rest):
+        begin(episode, *rest)
+        episode.limit = episode.prompt_length + lengths[int(re.match(r"sample (\d+)", episode.where)[1])]
+
+    def forced_rollout(actor, tokenizer, *rest, **kwargs):
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.stop_ids = [actor.config.vocab_size]  # never sampled
+        return rollout(actor, tokenizer, *rest, **kwargs)
+
+    def watched(step):
+        def run(actor, cache, slots, *rest):
+            start, rows = time.perf_counter(), slots.alive.sum()
+            step(actor, cache, slots, *rest)
+            steps.append((start, time.perf_counter(), rows))
+            after()
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        patch = lambda *change: stack.enter_context(unittest.mock.patch.object(*change))
+        patch(ppo.Episode, "begin", forced_begin)
+        patch(ppo, "rollout", forced_rollout)
+        patch(ppo, "decode_step", watched(ppo.decode_step))
+        patch(ppo, "compiled_decode_step", watched(ppo.compiled_decode_step))
+        yield steps
 
 
 class Prompts(gym.Env):

@@ -49,13 +49,20 @@ def copy_bandwidth() -> float:
     return 2 * a.nbytes / min(seconds(lambda: b.copy_(a)) for _ in range(5))
 
 
+def matrix_rate() -> float:
+    """FLOP/s of large matrix products, the best of five."""
+    n = 256 if SMOKE else 8192
+    x = torch.rand(n, n, device=DEVICE).to(DTYPE)
+    return 2 * n**3 / min(seconds(lambda: x @ x) for _ in range(5))
+
+
 class Bench:
     """A random Qwen2 here and, if asked for, in transformers; prompts of the given lengths."""
 
     def __init__(self, shape: dict, peer: bool = False):
         raw = dict(model_type="qwen2", tie_word_embeddings=True, max_position_embeddings=4096, **shape)
         self.config, self.tokenizer = ppo_llm.ModelConfig.from_hf(raw), common.character_tokenizer(shape["vocab_size"])
-        self.actor = ppo_llm.unsharded(self.config, DEVICE, DTYPE)
+        self.actor = ppo_llm.Transformer(self.config).to(DEVICE, DTYPE)
         torch.manual_seed(0)
         for name, p in self.actor.named_parameters():
             torch.nn.init.normal_(p, std=0.02) if p.ndim == 2 else torch.nn.init.constant_(p, float("norm" in name))
@@ -65,22 +72,28 @@ class Bench:
             self.peer.load_state_dict(self.actor.state_dict())
 
     def ours(self, ppo, slots: int, prompt_lengths: list[int], lengths: list[int], compiled: str) -> dict:
-        """Medians of three rollouts after a warm-up: seconds, those of decoding; and the number of decode steps."""
+        """Medians of three rollouts after a warm-up: seconds, and those of a decode step but the first."""
         texts = common.random_prompts(self.tokenizer, len(lengths), max(prompt_lengths))
         prompts = [text[:n] for text, n in zip(texts, prompt_lengths, strict=True)]
         sizes = dict(max_prompt_tokens=max(prompt_lengths), max_new_tokens=max(lengths), rollout_slots=slots)
-        args, rows, runs, stats = ppo.Args(compile=compiled, **sizes), range(len(lengths)), [], {}
+        args, rows, runs = ppo.Args(compile=compiled, **sizes), range(len(lengths)), []
         count = ppo.episodes_at_once(args, len(rows))
 
         def run():
-            envs = [ppo.EnvThread(common.Prompts(prompts), 60) for _ in range(count)]
-            stats.update(ppo.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0).stats)
+            envs = [common.Prompts(prompts) for _ in range(count)]
+            ppo.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0)
+
+        def after():
+            if not first:  # the prompts' forward and the first step are done
+                synchronize()
+                first.append(time.perf_counter())
 
         for _ in range(4):
-            with common.forced(ppo, lengths) as blocks:
-                runs.append((seconds(run), sum(end - start for start, end, _ in blocks)))
-        total, decoding = (statistics.median(column) for column in zip(*runs[1:], strict=True))
-        return {"seconds": total, "decoding": decoding, "steps": stats["rollout/decode_steps"]}
+            first = []
+            with common.forced(ppo, lengths, after) as steps:
+                total = seconds(run)
+            runs.append((total, (time.perf_counter() - first[0]) / (len(steps) - 1)))
+        return dict(zip(("seconds", "step"), map(statistics.median, zip(*runs[1:], strict=True)), strict=True))
 
     def generate(self, rows: int, cache: str | None) -> float:
         ids = torch.randint(3, self.config.vocab_size, (rows, PROMPT), device=DEVICE)
@@ -95,15 +108,14 @@ def roofline(bandwidth: float, rate: float) -> None:
     common.table(["model", "rows", "compile", "ms a step", "at least, ms", "of the roofline", "tokens/s"])
     for name, shape in SHAPES.items():
         bench = Bench(shape)
-        weights = sum(p.nbytes for p in bench.actor.parameters())
+        count = sum(p.numel() for p in bench.actor.parameters())
         heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
         per_token = 2 * heads * bench.config.head_dim * DTYPE.itemsize
         for rows in ROWS:
-            step = ppo_llm.forward_flops(bench.config, torch.ones(rows), rows)
-            least = max((weights + rows * per_token * (PROMPT + NEW / 2)) / bandwidth, step / rate)
+            read = count * DTYPE.itemsize + rows * per_token * (PROMPT + NEW / 2)
+            least = max(read / bandwidth, 2 * count * rows / rate)
             for compiled in ("off", "on"):
-                run = bench.ours(ppo_llm, rows, [PROMPT] * rows, [NEW] * rows, compiled)
-                each = run["decoding"] / run["steps"]
+                each = bench.ours(ppo_llm, rows, [PROMPT] * rows, [NEW] * rows, compiled)["step"]
                 common.line([name, rows, compiled, f"{1e3 * each:.2f}", f"{1e3 * least:.2f}", f"{least / each:.0%}",
                              f"{rows / each:,.0f}"])  # fmt: skip
 
@@ -173,7 +185,7 @@ def main():
         sys.exit(f"{', '.join(unknown)}: must be among {', '.join(parts)}, smoke")
     transformers.logging.set_verbosity_error()
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # else the rest would run uncompiled, with a warning alone
-    bandwidth, rate = copy_bandwidth(), ppo_llm.matrix_rate(DEVICE, DTYPE)
+    bandwidth, rate = copy_bandwidth(), matrix_rate()
     print(f"{common.hardware(transformers, device=DEVICE.type)}, {DTYPE}; copies {bandwidth / 1e9:,.0f} GB/s, "
           f"matrix products {rate / 1e12:,.2f} TFLOP/s\n", flush=True)  # fmt: skip
     for name, part in parts.items():

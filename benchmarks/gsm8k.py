@@ -162,7 +162,6 @@ def main():
                     actor_lr=1e-4,
                     critic_lr=1e-4,
                     sft_steps=4,
-                    sft_batch_size=32,
                     sft_lr=1e-3,
                     missing_eos_penalty=0.1,
                 )

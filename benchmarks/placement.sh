@@ -17,8 +17,8 @@ import torch
 sys.path.insert(0, ".")
 import ppo_llm as ppo
 args = ppo.Args(max_prompt_tokens=16, max_new_tokens=48)
-tokenizer, _, config = ppo.embedded_model(args, ppo.make_envs(args, 1)[0])
-raw = config.raw | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 32}
+tokenizer, actor = ppo.embedded_model(args, ppo.SortDigits())
+raw = actor.config.raw | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 32}
 config = ppo.ModelConfig.from_hf(raw)
 torch.manual_seed(0)
 ppo.save_hf_checkpoint(ppo.Transformer(config), config, tokenizer, sys.argv[1])

@@ -35,6 +35,7 @@ CUDA = dict(device="cuda", dtype=torch.bfloat16, pairs=3, prompt=128, mean=256, 
             shape=common.QWEN_05B)  # fmt: skip
 SMOKE = CPU | dict(pairs=1, prompt=4, mean=4, longest=16, runs=[(4, 2)], shape=common.TINY)
 PAGED = ("paged|eager", "paged|sdpa")
+ppo_llm_continuous_batching.PATIENCE = 60  # on a busy machine the threads of instant environments may be late
 LENGTHS = ("log-normal", "exponential", "uniform", "90 / 10", "constant")
 COLUMNS = ("lengths", "samples / slots", "tokens/s: waves", "continuous", "transformers", "steps: waves", "continuous",
            "occupancy: waves", "continuous", "gain", "ideal gain", "gain / ideal", "continuous / transformers")
@@ -98,21 +99,24 @@ class Bench:
     def run(self, name: str, lengths: list[int], slots: int, turns: Turns | None = None) -> dict:
         """Seconds, tokens [N, T], stats, and the rows that decode over time of a rollout by `ppo_llm*.py`."""
         ppo, self.args.rollout_slots, seeds = SIDES[name], slots, range(len(lengths))
-        turns, trace, K = turns or Turns([name]), [], 8 if self.device == "cuda" else 1
+        turns, trace = turns or Turns([name]), []
+        K = 8 if self.device == "cuda" else 1
         simulated = simulate.static_steps if name == "waves" else simulate.continuous_steps
-        steps = simulated([-(-n // K) for n in lengths], slots)
+        steps = K * simulated([-(-n // K) for n in lengths], slots)
 
         def after():
-            trace.append((turns.clock(name), blocks[-1][2]))
-            turns.advance(name, len(trace) / steps)
+            if len(decoded) % K == 0:  # the rollout waits for the device now, too
+                self.synchronize()
+                trace.append((turns.clock(name), int(decoded[-1][2])))
+                turns.advance(name, len(decoded) / steps)
 
-        with common.forced(ppo, lengths, after) as blocks, turns.of(name):
+        with common.forced(ppo, lengths, after) as decoded, turns.of(name):
             count = ppo.episodes_at_once(self.args, len(lengths))
-            envs = [ppo.EnvThread(common.Prompts(self.prompts), 60) for _ in range(count)]
+            envs = [common.Prompts(self.prompts) for _ in range(count)]
             batch = ppo.rollout(self.actors[name], self.tokenizer, envs, seeds, seeds, self.args, 0, greedy=True)
             self.synchronize()
         assert batch.mask.sum(1).tolist() == lengths
-        assert len(trace) == steps, (len(trace), steps)
+        assert len(decoded) == steps, (len(decoded), steps)
         return {"seconds": turns.seconds[name], "batch": batch, "trace": trace, **batch.stats}
 
     def run_both(self, lengths: list[int], slots: int) -> dict[str, dict]:

@@ -1,7 +1,5 @@
-"""Fixtures. `ppo` is the script under test as a module: a test that takes it runs once for each script there is.
-
-Those marked `shared`, and not `both`, run on the first alone: they try what is the same in
-both, as test_diff.py makes sure.
+"""Fixtures. `ppo` is a script as a module: a test that takes it runs once for each script, or, marked `shared` (and not
+`both`), on the first alone. That is for sections that are the same in both scripts, which test_diff.py checks.
 """
 
 import importlib
@@ -18,19 +16,9 @@ SCRIPTS = ("ppo_llm", "ppo_llm_continuous_batching")
 
 
 def pytest_configure(config):
-    if hasattr(config, "workerinput"):  # one of several, which share the cores
+    if hasattr(config, "workerinput"):  # one of several workers, which share the cores
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
-    config.addinivalue_line("markers", "slow: takes more than a few seconds; left out unless --slow is given")
-    config.addinivalue_line("markers", "shared: about what is the same in both scripts; runs on the first")
-    config.addinivalue_line("markers", "both: runs on both scripts in a module that is marked `shared`")
-
-
-def pytest_generate_tests(metafunc):
-    if "ppo" in metafunc.fixturenames:
-        marked = metafunc.definition.get_closest_marker
-        one = marked("shared") and not marked("both")
-        metafunc.parametrize("ppo", SCRIPTS[:1] if one else SCRIPTS, indirect=True)
 
 
 def pytest_addoption(parser):
@@ -38,10 +26,16 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--slow"):
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+def pytest_generate_tests(metafunc):
+    if "ppo" in metafunc.fixturenames:
+        marked = metafunc.definition.get_closest_marker
+        first_only = marked("shared") and not marked("both")
+        metafunc.parametrize("ppo", SCRIPTS[:1] if first_only else SCRIPTS, indirect=True)
 
 
 @pytest.fixture(autouse=True)

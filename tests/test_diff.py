@@ -1,18 +1,19 @@
-"""The second script is the first with another rollout, and nothing else."""
+"""The second script is the first with another rollout. Both keep to their budgets of lines and bytes."""
 
 import ast
 import re
-import subprocess
 
 import pytest
 from conftest import ROOT
 
 NAMES = ("ppo_llm.py", "ppo_llm_continuous_batching.py")
+TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
+TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
 
 
 def sections(name):
     """{title: text}; what stands before the first banner is called "head"."""
-    parts = re.split(r"(?m)^# === (.+?) ===$", (ROOT / name).read_text())
+    parts = re.split(r"(?m)^# (?:===|#+) (.+?) [=#]+$", TEXTS[name])
     return {"head": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
@@ -20,41 +21,45 @@ FIRST, SECOND = map(sections, NAMES)
 
 
 def test_sections_are_in_the_same_order():
-    assert list(FIRST) == list(SECOND) and len(FIRST) == 11
-    assert [title.split(".")[0] for title in list(FIRST)[1:]] == [str(i) for i in range(1, 11)]
+    assert list(FIRST) == list(SECOND)
+    assert [title.split(":")[0].split(".")[0] for title in FIRST] == [
+        "head", "Part I", *"1234", "Part II", *"56789", "10"]  # fmt: skip
 
 
-@pytest.mark.parametrize("title", [title for title in FIRST if not title.startswith(("head", "1.", "4."))])
-def test_section_is_the_same(title):
-    assert FIRST[title] == SECOND[title]
-
-
-def test_heads_differ_in_docstring_and_standard_library_imports_alone():
-    bodies = []
-    for text in (FIRST["head"], SECOND["head"]):
-        body = [node for node in ast.parse(text).body[1:] if not isinstance(node, ast.Import)]
-        bodies.append([ast.unparse(node) for node in body])
-    assert bodies[0] == bodies[1] and len(bodies[0]) > 10
-    imports = [set(re.findall(r"(?m)^import (.+)$", text)) for text in (FIRST["head"], SECOND["head"])]
-    assert imports[1] - imports[0] == {"heapq"} and imports[0] <= imports[1]
-
-
-def test_arguments_differ_in_one_flag():
-    kept = [line.replace(" prefill_tokens", "") for line in SECOND["1. Arguments"].split("\n")]
-    kept = [line for line in kept if not line.startswith("   : int = ")]
-    assert [line for line in kept if "prefill_tokens" in line] == []
-    assert kept == FIRST["1. Arguments"].split("\n")
-
-
-def test_difference_is_small():
-    command = ["git", "diff", "--no-index", "--numstat", *NAMES]
-    added, removed, _ = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split(maxsplit=2)
-    assert 0 < int(added) <= 120 and 0 < int(removed) <= 60
+@pytest.mark.parametrize("title", [title for title in FIRST if title not in ("head", "2. Rollout")])
+def test_section_is_the_same_in_both_scripts(title):
+    assert FIRST[title] == SECOND.get(title)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_script_imports_nothing_of_ours(name):
-    tree = ast.parse((ROOT / name).read_text())
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+def test_a_script_begins_with_imports_but_none_of_ours_and_ends_with_main(name):
+    head = ast.parse(sections(name)["head"]).body
+    assert all(isinstance(node, ast.Import | ast.ImportFrom) for node in head[1:])
+    nodes = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {alias.name for node in nodes for alias in node.names} | {getattr(node, "module", "") for node in nodes}
-    assert not any(str(module).startswith("ppo_llm") for module in modules) and "torch" in modules
+    ours = {path.stem for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    assert "torch" in modules and not {str(module).split(".")[0] for module in modules} & ours
+    assert TEXTS[name].endswith('\n\nif __name__ == "__main__":\n    main()\n')
+
+
+def test_scripts_and_part_one_of_the_first_keep_to_their_budgets():
+    part = re.split(r"(?m)^# #+ Part II\b", TEXTS[NAMES[0]])[0]
+    # Part I has its final budget. The files as a whole are still above theirs (1650 lines and 86,000 bytes, 1780 and
+    # 94,000): these ceilings may only be lowered.
+    for text, lines, size in ((TEXTS[NAMES[0]], 2040, 111_000), (part, 800, 43_000), (TEXTS[NAMES[1]], 2145, 116_500)):
+        assert (len(text.splitlines()) <= lines, len(text.encode()) <= size) == (True, True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_functions_are_short(name):
+    length = lambda node: node.end_lineno - node.lineno + 1
+    functions = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.FunctionDef)]
+    long = [node for node in functions if length(node) > 60]
+    assert len(long) == 1, [node.name for node in long]  # the one with the loop over iterations
+    loops = [length(node) for node in ast.walk(long[0]) if isinstance(node, ast.While)]
+    assert len(loops) == 1 and loops[0] <= 200
+
+
+def test_readme_and_tests_keep_to_their_budget():
+    tests = [path.read_text(encoding="utf-8").splitlines() for path in (ROOT / "tests").glob("*.py")]
+    assert sum(map(len, tests)) <= 3200 and len((ROOT / "README.md").read_bytes()) <= 16_000

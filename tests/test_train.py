@@ -1,681 +1,421 @@
-"""The training loop, run for real on the embedded model: what takes effect, what does not change results."""
+"""The training loop, run for real on the embedded model: what takes effect, and what does not change results."""
 
+import collections
 import contextlib
-import gc
+import dataclasses
+import functools
+import inspect
 import itertools
 import json
 import math
-import random
-import shutil
+import types
 import zlib
-from pathlib import Path
 from unittest import mock
 
-import environments
 import pytest
 import torch
-import torch.nn.attention
-import torch.utils.flop_counter
-from test_rollout import make_model
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytestmark = pytest.mark.shared  # but for what a rollout has a part in
+pytestmark = pytest.mark.shared
 
-PHASES = ("rollout", "score", "critic", "actor", "diagnose")
-SMALL = dict(
-    num_iterations=2,
-    rollout_batch_size=8,
-    n_samples_per_prompt=2,
-    train_batch_size=8,
-    sft_steps=0,
-    eval_episodes=2,
-    env_id="environments:Plain-v0",
-)
+SMALL = dict(num_iterations=2, rollout_batch_size=8, train_batch_size=4, max_new_tokens=5, sft_steps=0, eval_episodes=2,
+             save_every=0, device="cpu", env_id="environments:Plain-v0")  # fmt: skip
+STEPS = 4  # optimizer steps of the actor, and of the critic, in an iteration of these
 
 
-@pytest.fixture
-def run(ppo, tmp_path, monkeypatch):
-    """run(**flags) trains, returns (summary, metrics rows, folder).
-
-    Inside look run.models {head: trained model}, run.steps, run.batches and run.samplers, the models of these batches.
-    """
-    monkeypatch.setattr(ppo, "SummaryWriter", mock.Mock())  # its files cost more than the runs
-    original_step, original_rollout = torch.optim.AdamW.step, ppo.rollout
-    original_init = ppo.Learner.__init__
-
-    def init(learner, model, *rest):
-        original_init(learner, model, *rest)
-        run.models[model.head] = model
-        learner.optimizer.head = model.head
-
-    def step(optimizer, *rest):
-        run.steps.append(optimizer.head)
-        return original_step(optimizer, *rest)
-
-    def rollout(actor, *rest, **kwargs):
-        batch = original_rollout(actor, *rest, **kwargs)
-        run.batches.append(batch)
-        run.samplers.append(actor)
-        return batch
-
-    def run(**flags):
-        run.steps, run.models, run.batches, run.samplers = [], {}, [], []
-        run.count = getattr(run, "count", 0) + 1
-        args = ppo.Args(**(SMALL | dict(log_dir=str(tmp_path), run_name=f"run{run.count}") | flags))
-        summary = ppo.train(args)
-        folder = tmp_path / args.run_name
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return summary, rows, folder
-
-    monkeypatch.setattr(ppo.Learner, "__init__", init)
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    monkeypatch.setattr(ppo, "rollout", rollout)
-    return run
+def lines(folder, name="metrics"):
+    refuse = mock.Mock(side_effect=ValueError("NaN and Infinity are not JSON"))
+    return [json.loads(line, parse_constant=refuse) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-def spy(ppo, monkeypatch, name):
-    """The calls of ppo.<name> as (arguments, result)."""
-    calls, original = [], getattr(ppo, name)
-    monkeypatch.setattr(ppo, name, lambda *args: calls.append((args, original(*args))) or calls[-1][1])
-    return calls
+def flat(tensors):
+    """A copy, in one piece; also of FSDP's."""
+    return torch.cat([(x.full_tensor() if hasattr(x, "full_tensor") else x).detach().flatten() for x in tensors])
 
 
 def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return flat(model.parameters())
+
+
+def changed(function, change):
+    return functools.wraps(function)(lambda *args, **kwargs: change(function(*args, **kwargs)))
+
+
+def record(ppo, folder, tensorboard=False, **flags):
+    """Train in folder/run. Returns results and what was seen on the way.
+
+    steps: (model, learning rate, norm of the gradient) of every optimizer.step(); calls[function]: their arguments;
+    batches, weights {model: before the rollout} and experiences of every iteration; evaluations: (batch, args, greedy).
+    """
+    run = types.SimpleNamespace(steps=[], calls=collections.defaultdict(list), batches=[], weights=[], experiences=[],
+                                evaluations=[], folder=folder / flags.get("run_name", "run"))  # fmt: skip
+
+    def models_built(result, **_):
+        run.tokenizer, models = result
+        run.models = dict(zip(("actor", "critic", "reference", "reward_model", "sampler"), models, strict=True))
+
+    def optimizer_made(result, model):
+        name = {"lm": "actor", "scalar": "critic"}[model.head]
+        [group] = result.param_groups
+        norm = lambda: float(flat(p.grad for p in group["params"]).norm())
+        result.register_step_post_hook(lambda *_: run.steps.append((name, group["lr"], norm())))
+
+    def rolled_out(result, args, iteration, greedy=False, **_):
+        if iteration < 0:
+            run.evaluations.append((result, args, greedy))
+        else:
+            run.batches.append(result)
+            run.weights.append({name: weights(model) for name, model in run.models.items() if model})
+
+    with contextlib.ExitStack() as stack:
+
+        def watch(owner, name, look):
+            original = getattr(owner, name)
+
+            def wrapper(*args, **kwargs):
+                result = original(*args, **kwargs)
+                look(result, **inspect.signature(original).bind(*args, **kwargs).arguments)
+                return result
+
+            stack.enter_context(mock.patch.object(owner, name, wrapper))
+
+        watch(ppo, "build_models", models_built)
+        watch(ppo, "make_optimizer", optimizer_made)
+        watch(ppo, "rollout", rolled_out)
+        watch(ppo.RunFolder, "log", lambda _, experience, **rest: run.experiences.append(experience))
+        for name in ("compute_gae", "policy_loss", "value_loss"):
+            watch(ppo, name, lambda _, name=name, **arguments: run.calls[name].append(arguments))
+        stack.enter_context(mock.patch.object(ppo, "SFT_BATCH_SIZE", 16))
+        if not tensorboard:  # its files cost more than the run
+            stack.enter_context(mock.patch.object(ppo, "SummaryWriter"))
+        run.summary = ppo.train(ppo.Args(**(SMALL | dict(log_dir=str(folder), run_name="run") | flags)))
+    run.rows = lines(run.folder)
+    return run
+
+
+RUNS = {}
+
+
+@pytest.fixture
+def run(ppo, tmp_path_factory):
+    """run(**flags) is such a record, made once; where something is patched, use `record`."""
+
+    def get(**flags):
+        key = (ppo.__name__, str(sorted(flags.items())))
+        if key not in RUNS:
+            RUNS[key] = record(ppo, tmp_path_factory.mktemp("run"), **flags)
+        return RUNS[key]
+
+    return get
 
 
 def without_clock(rows):
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/")) and k != "charts/SPS"} for row in rows
-    ]
+    return [{name: x for name, x in row.items() if not name.startswith(("time/", "perf/"))} for row in rows]
 
 
-def assert_same_metrics(rows, others, tolerance):
-    """All but the clock's, and those of each actor step."""
-    for row, other in zip(without_clock(rows), without_clock(others), strict=True):
-        for steps in zip(row.pop("ratio/steps"), other.pop("ratio/steps"), strict=True):
-            assert steps[0] == pytest.approx(steps[1], abs=tolerance)
-        assert row == pytest.approx(other, abs=tolerance)
+def assert_same_metrics(rows, others, tolerance=1e-5):
+    """But for the clock, and the rollout, whose batches may differ."""
+    numbers = []
+    for row in without_clock(rows), without_clock(others):
+        steps = {f"{i} {j} {name}": x for i, r in enumerate(row) for j, step in enumerate(r.pop("ratio/steps"))
+                 for name, x in step.items()}  # fmt: skip
+        rest = {f"{i} {name}": x for i, r in enumerate(row) for name, x in r.items() if not name.startswith("rollout/")}
+        numbers.append(steps | rest)
+    assert len(numbers[0]) > 20 and numbers[0] == pytest.approx(numbers[1], rel=1e-3, abs=tolerance)
 
 
-@pytest.mark.both
-@pytest.mark.parametrize("seed", range(4))
-def test_optimizer_steps_of_a_run_are_those_of_the_plan(ppo, run, seed):
-    rng = random.Random(seed)
-    flags = dict(
-        rollout_batch_size=rng.choice([4, 6, 12]),
-        n_samples_per_prompt=rng.choice([1, 2, 4]),
-        ppo_epochs=rng.randint(1, 3),
-        critic_epochs=rng.choice([None, 1, 3]),
-        critic_warmup_iterations=rng.randint(0, 2),
-        num_iterations=2,
-    )
-    flags["train_batch_size"] = flags["rollout_batch_size"] * flags["n_samples_per_prompt"] // rng.choice([1, 2])
-    plan = ppo.plan_steps(ppo.Args(**flags))
-    summary, _, _ = run(**flags)
-    assert run.steps.count("lm") == plan.actor_steps_total == summary["update_steps"]
-    assert run.steps.count("scalar") == plan.critic_steps_total
-    assert sum(len(batch.texts) for batch in run.batches[2:-2]) == plan.episodes_total  # two evaluations around
+@pytest.mark.parametrize(("flags", "actor", "critic"), [
+    (dict(), 2 * 2 * 2, 2 * 2 * 2),  # iterations, epochs, minibatches
+    (dict(rollout_batch_size=6, n_samples_per_prompt=2, train_batch_size=3, ppo_epochs=1, critic_epochs=3), 8, 24),
+    (dict(num_iterations=3, critic_warmup_iterations=2, ppo_epochs=3), 1 * 3 * 2, 3 * 3 * 2),
+    (dict(rollout_batch_size=1, train_batch_size=1, max_new_tokens=1), 4, 4),  # one sample of one token
+])  # fmt: skip
+def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, critic):
+    seen = run(**flags)
+    names = [name for name, *_ in seen.steps]
+    plan = ppo.plan_steps(ppo.Args(**(SMALL | flags)))
+    assert (names.count("actor"), names.count("critic")) == (actor, critic)
+    assert (plan.actor_steps_total, plan.critic_steps_total) == (actor, critic)
+    assert seen.summary["update_steps"] == seen.rows[-1]["charts/actor_steps"] == actor
+    assert sum(len(batch.texts) for batch in seen.batches) == plan.episodes_total
+    assert [name for name, _ in itertools.groupby(names)][:2] == ["critic", "actor"]
+    assert ppo.plan_steps(ppo.Args()) == (512, 4, 8, 8, 1600, 1600, 102400)  # what the README says
 
 
-def test_plan_equals_a_count_of_the_loops_for_random_settings(ppo):
-    rng = random.Random(0)
-    for _ in range(300):
-        prompts, n, epochs, critic_epochs = rng.randint(1, 64), rng.randint(1, 8), rng.randint(1, 5), rng.randint(1, 5)
-        iterations, warmup = rng.randint(1, 9), rng.randint(0, 9)
-        batch = rng.choice([b for b in range(1, prompts * n + 1) if prompts * n % b == 0])
-        plan = ppo.plan_steps(
-            ppo.Args(
-                rollout_batch_size=prompts,
-                n_samples_per_prompt=n,
-                ppo_epochs=epochs,
-                critic_epochs=critic_epochs,
-                train_batch_size=batch,
-                num_iterations=iterations,
-                critic_warmup_iterations=warmup,
-            )
-        )
-        actor = sum(
-            1 for i in range(iterations) if i >= warmup for _ in range(epochs) for _ in range(0, prompts * n, batch)
-        )
-        critic = sum(1 for _ in range(iterations) for _ in range(critic_epochs) for _ in range(0, prompts * n, batch))
-        assert (plan.actor_steps_total, plan.critic_steps_total) == (actor, critic)
+def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_iterations(run):
+    seen = run(num_iterations=4, critic_warmup_iterations=2, lr_end=0.2, actor_lr=1e-3, critic_lr=2e-3)
+    actors, critics = ([entry[name] for entry in seen.weights] for name in ("actor", "critic"))
+    assert torch.equal(actors[0], actors[2]) and not torch.equal(actors[2], actors[3])
+    assert not torch.equal(critics[0], critics[1])
+    body = len(critics[0]) - 64  # without the head, which comes last
+    assert torch.equal(critics[0][:body], actors[0][:body]) and not critics[0][body:].any()
+    assert [row["charts/actor_steps"] for row in seen.rows] == [0, 0, STEPS, 2 * STEPS]
+    assert [row["param/changed_frac"] > 0 for row in seen.rows] == [False, False, True, True]
+    rates = {name: [lr for model, lr, _ in seen.steps if model == name] for name in ("actor", "critic")}
+    assert rates["actor"] == pytest.approx([1e-3 * (1 - 0.8 * step / 8) for step in range(8)])
+    assert rates["critic"] == pytest.approx([2e-3 * (1 - 0.8 * step / 16) for step in range(16)])
+    assert [row.get("charts/actor_lr") for row in seen.rows] == [None, None, rates["actor"][3], rates["actor"][7]]
 
 
-def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo):
-    args = ppo.Args(train_batch_size=4)
-    epochs = [ppo.shuffled_minibatches(args, 16, iteration, epoch) for iteration in (0, 1) for epoch in (0, 1)]
-    orders = [torch.cat(minibatches).tolist() for minibatches in epochs]
-    assert all(sorted(order) == list(range(16)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 4
+def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo, run):
+    experience = ppo.Experience(**vars(run().experiences[0]) | {"scores": torch.arange(8)})  # to tell rows apart
+    ranks, args, orders = ppo.Ranks(range(1), torch.device("cpu")), ppo.Args(train_batch_size=4), set()
+    for iteration, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        parts = [part for _, part in ppo.shuffled_minibatches(experience, ranks, args, iteration, epoch)]
+        order = [frozenset(int(x) for mb in part for x in mb.scores) for part in parts]
+        assert [len(rows) for rows in order] == [4, 4] and order[0] | order[1] == set(range(8))
+        orders.add(tuple(order))
+    assert len(orders) == 4
 
 
 @pytest.mark.both
-def test_samples_of_one_prompt_share_it_and_prompts_run_on(run):
-    run(n_samples_per_prompt=2, rollout_batch_size=4, env_id="SortDigits-v0")
-    first, second = (batch.prompts for batch in run.batches[2:4])
-    assert first[0::2] == first[1::2] and len(set(first)) == 4
-    assert not set(first) & set(second)
+def test_two_runs_with_one_seed_write_the_same_files(ppo, run, tmp_path):
+    one, two = run(sft_steps=1), record(ppo, tmp_path, sft_steps=1)
+    assert without_clock(one.rows) == without_clock(two.rows)
+    assert lines(one.folder, "completions") == lines(two.folder, "completions")
 
 
-def test_critic_warmup_leaves_the_actor_bit_identical_for_exactly_k_iterations(ppo, run, monkeypatch):
-    seen = []
-    original = ppo.diagnose_ratio
-    monkeypatch.setattr(ppo, "diagnose_ratio", lambda signals: seen.append(signals) or original(signals))
-    _, rows, _ = run(num_iterations=4, critic_warmup_iterations=2, lr_end=0.5)
-    assert [s["phase"] for s in seen] == ["critic_warmup"] * 2 + ["train"] * 2
-    assert [s["changed_frac"] > 0 for s in seen] == [False, False, True, True]
-    assert [row["charts/actor_steps"] for row in rows] == [0, 0, 4, 8]
-    assert rows[0]["charts/actor_lr"] == rows[1]["charts/actor_lr"] == 3e-4  # the schedule waits
-    assert rows[0]["losses/value_loss"] >= 0 and rows[3]["charts/actor_lr"] < 3e-4
+@pytest.mark.parametrize("flags", [
+    dict(micro_batch_tokens=30), dict(activation_checkpointing=True), dict(rollout_slots=3), dict(max_prompt_tokens=40),
+])  # fmt: skip
+def test_what_saves_memory_does_not_change_a_run(ppo, run, tmp_path, flags):
+    original, blocks = ppo.Block.forward, collections.Counter()
+
+    def forward(*args):
+        blocks[torch.is_grad_enabled()] += 1
+        return original(*args)
+
+    common = dict(bootstrap_truncated=True, entropy_coef=0.01)
+    plain = run(**common)
+    with mock.patch.object(ppo.Block, "forward", forward):
+        other = record(ppo, tmp_path, **common, **flags)
+    assert_same_metrics(plain.rows, other.rows)
+    assert torch.allclose(weights(plain.models["actor"]), weights(other.models["actor"]), atol=1e-4)
+    minibatches, microbatches = (len(x.calls["policy_loss"] + x.calls["value_loss"]) for x in (plain, other))
+    assert (microbatches > minibatches) == ("micro_batch_tokens" in flags)
+    assert blocks[True] == 2 * microbatches * (2 if "activation_checkpointing" in flags else 1)  # two layers
 
 
-def test_critic_updates_before_the_actor(run):
-    run(num_iterations=1)
-    assert run.steps == ["scalar"] * 4 + ["lm"] * 4
-
-
-@pytest.mark.both
-def test_two_runs_with_one_seed_write_the_same_files(run):
-    flags = dict(sft_steps=3, sft_batch_size=16, kl_coef=0.1, n_samples_per_prompt=2)
-    (_, a, folder_a), (_, b, folder_b) = run(**flags), run(**flags)
-    assert without_clock(a) == without_clock(b)
-    assert (folder_a / "completions.jsonl").read_text() == (folder_b / "completions.jsonl").read_text()
-    _, c, _ = run(**flags, seed=2)
-    assert without_clock(a) != without_clock(c)
-
-
-@pytest.mark.both
-@pytest.mark.parametrize("flags", [dict(micro_batch_tokens=40), dict(rollout_slots=3), dict(max_prompt_tokens=40)])
-def test_microbatches_slots_and_padding_do_not_change_a_run(run, flags):
-    _, a, _ = run()
-    before = weights(run.models["lm"])
-    _, b, _ = run(**flags)
-    assert torch.allclose(before, weights(run.models["lm"]), atol=1e-5)
-    assert a[0]["losses/policy_loss"] == pytest.approx(b[0]["losses/policy_loss"], abs=1e-6)
-    assert a[0]["grad/actor_norm"] == pytest.approx(b[0]["grad/actor_norm"], rel=1e-4)
+def test_bfloat16_trains_float32_weights_and_samples_from_a_copy(ppo, tmp_path):
+    try:
+        seen = record(ppo, tmp_path, dtype="bfloat16", kl_coef=0.1)
+    finally:
+        dist.destroy_process_group()
+    for entry in seen.weights:
+        sampler = entry.pop("sampler")
+        assert torch.equal(sampler, entry["actor"].bfloat16()) and {x.dtype for x in entry.values()} == {torch.float32}
+    assert all(row["debug/sampler_trainer_logprob_diff"] < 0.05 for row in seen.rows)
 
 
 @pytest.mark.both
-def test_first_ratio_is_one_with_recorded_and_recomputed_old_logprobs(run):
-    for recompute in (True, False):
-        _, rows, _ = run(recompute_old_logprobs=recompute)
-        assert all(row["ratio/first_dev"] < 1e-4 for row in rows)
-        assert all(row["debug/sampler_trainer_logprob_diff"] < (1e-5 if recompute else 1e-9) for row in rows)
-        assert all(row["ratio/last_dev"] > 1e-3 for row in rows)
+@pytest.mark.parametrize("flags", [dict(), dict(env_id="environments:TwoTurns-v0", temperature=0.6)])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_first_ratio_is_one_and_then_moves(run, flags, recompute):
+    """With the sampler's log-probs, too: it computes what the trainer does, temperature included."""
+    seen = run(recompute_old_logprobs=recompute, **flags)
+    for row in seen.rows:
+        steps = row["ratio/steps"]
+        assert steps[0]["dev_max"] < 1e-5 and steps[0]["ratio_mean"] == pytest.approx(1, abs=1e-5)
+        assert row["ratio/first_dev"] == steps[0]["dev_max"] and row["ratio/last_dev"] == steps[-1]["dev_max"] > 1e-3
+        assert ("debug/sampler_trainer_logprob_diff" in row) == recompute
+        assert row.get("debug/sampler_trainer_logprob_diff", 0.0) < 1e-5
 
 
-@pytest.mark.both
-def test_temperature_is_the_same_in_sampling_and_training(run):
-    _, rows, _ = run(temperature=0.6, recompute_old_logprobs=False, sft_steps=5, sft_batch_size=16)
-    assert all(row["ratio/first_dev"] < 1e-4 for row in rows)
+def biased_rollout(ppo, shift):
+    """`rollout` by a sampler whose log-probs are off by `shift`."""
+    bias = lambda batch: dataclasses.replace(batch, logprobs=torch.where(batch.mask, batch.logprobs + shift, 0.0))
+    return mock.patch.object(ppo, "rollout", changed(ppo.rollout, bias))
 
 
-def test_kl_coef_zero_allocates_no_reference_and_else_it_starts_at_the_actor(ppo, run, monkeypatch):
-    alive, original = [], ppo.compute_gae
-    monkeypatch.setattr(ppo, "compute_gae", lambda *args: alive.append(count()) or original(*args))
-
-    def count():
-        gc.collect()
-        return sum(issubclass(type(x), ppo.Transformer) for x in gc.get_objects())
-
-    before = count()
-    _, rows, _ = run(kl_coef=0.0)
-    assert [n - before for n in alive] == [2, 2]  # actor and critic
-    assert not any(name in row for row in rows for name in ("objective/kl", "objective/kl_coef"))
-    _, rows, _ = run(kl_coef=0.1)
-    assert [n - before for n in alive[2:]] == [3, 3]
-    assert abs(rows[0]["objective/kl"]) < 1e-5 and abs(rows[1]["objective/kl"]) > 1e-4
+def test_sampler_that_is_taken_for_the_old_policy_ends_the_run_if_it_is_another(ppo, tmp_path):
+    with biased_rollout(ppo, 0.1), pytest.raises(ppo.UserError, match=r"ratio.* is off.*(0\.095|9\.5e-02)"):
+        record(ppo, tmp_path, recompute_old_logprobs=False)  # 1 - exp(-0.1)
 
 
-def test_ref_sync_moves_the_reference_only_when_asked(run):
-    _, apart, _ = run(num_iterations=3, kl_coef=0.1)
-    _, synced, _ = run(num_iterations=3, kl_coef=0.1, ref_sync_every=1)
-    assert all(abs(row["objective/kl"]) < 1e-5 for row in synced)
-    assert abs(apart[2]["objective/kl"]) > 1e-4
+@pytest.mark.parametrize(("shift", "weight"), [(math.log(2), 0.5), (-math.log(2), 1.5)])
+def test_recomputed_old_logprobs_and_truncated_importance_weights(ppo, run, tmp_path, shift, weight):
+    with biased_rollout(ppo, shift):
+        seen = record(ppo, tmp_path, num_iterations=1, rollout_is_cap=1.5)
+    assert seen.rows[0]["debug/sampler_trainer_logprob_diff"] == pytest.approx(abs(shift), rel=1e-3)
+    assert seen.rows[0]["ratio/first_dev"] < 1e-5
+    assert torch.allclose(seen.experiences[0].advantages, weight * run().experiences[0].advantages, atol=1e-4)
 
 
-def test_adaptive_kl_follows_the_formula(run):
-    _, rows, _ = run(num_iterations=3, kl_coef=0.1, kl_target=1e-6, kl_horizon=100)
-    for row, following in itertools.pairwise(rows):
-        error = max(-0.2, min(0.2, row["objective/kl"] / 1e-6 - 1))
-        assert following["objective/kl_coef"] == pytest.approx(row["objective/kl_coef"] * (1 + error * 16 / 100))
+@pytest.mark.parametrize(("kind", "kl"), [
+    ("k1", lambda x: x), ("k2", lambda x: x**2 / 2), ("k3", lambda x: (-x).exp() - 1 + x)])  # fmt: skip
+def test_kl_in_the_reward_is_taken_from_every_sampled_token(run, kind, kl):
+    seen = run(kl_coef=5.0, kl_estimator=kind)
+    batch, experience, rewards = seen.batches[1], seen.experiences[1], seen.calls["compute_gae"][1]["rewards"]
+    logratio = experience.old_logprobs - experience.ref_logprobs
+    assert (logratio[batch.mask].abs() > 1e-6).all() and not logratio[~batch.mask].any()
+    assert torch.allclose(rewards, batch.rewards - 5.0 * kl(logratio), atol=1e-6)
+    assert torch.equal(experience.scores, batch.rewards.sum(1))  # the logged reward is without it
+    assert seen.rows[1]["objective/kl"] == pytest.approx(float(logratio.sum(1).mean()), abs=1e-6)
 
 
-def test_kl_in_reward_is_taken_from_every_sampled_token(ppo, run, monkeypatch):
-    calls = spy(ppo, monkeypatch, "compute_gae")
-    _, rows, _ = run(kl_coef=5.0)
-    batch, rewards = run.batches[3], calls[1][0][0]
-    taken = batch.rewards - rewards
-    assert float(taken.sum()) / 16 == pytest.approx(5.0 * rows[1]["objective/kl"], abs=1e-4)
-    assert (taken[batch.mask] != 0).all() and not taken[~batch.mask].any()
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_kl_in_the_loss_leaves_rewards_alone_and_holds_the_actor(run, kind):
+    free, held = (run(kl_coef=x, kl_in="loss", kl_estimator=kind) for x in (1e-6, 100.0))
+    for call, batch in zip(held.calls["compute_gae"], held.batches, strict=True):
+        assert torch.equal(call["rewards"], batch.rewards)
+    assert 0 <= held.rows[-1]["losses/kl_loss"] < 0.5 * free.rows[-1]["losses/kl_loss"]
 
 
-def test_kl_in_loss_leaves_rewards_alone_and_holds_the_actor_near_the_reference(ppo, run, monkeypatch):
-    calls, losses = spy(ppo, monkeypatch, "compute_gae"), {}
-    for kl_coef in (1e-6, 100.0):
-        _, rows, _ = run(num_iterations=4, kl_coef=kl_coef, kl_in="loss")
-        assert torch.equal(calls[-1][0][0], run.batches[5].rewards)
-        losses[kl_coef] = rows[-1]["losses/kl_loss"]
-    assert 0 <= losses[100.0] < 0.5 * losses[1e-6]
+def test_reference_starts_as_the_actor_and_takes_it_in_when_asked(run):
+    seen = run(num_iterations=3, kl_coef=0.1, ref_sync_every=2, ref_sync_alpha=0.25)
+    actors, references = ([entry[name] for entry in seen.weights] for name in ("actor", "reference"))
+    assert torch.equal(references[0], actors[0]) and torch.equal(references[1], actors[0])
+    assert torch.allclose(references[2], 0.25 * actors[2] + 0.75 * actors[0], atol=1e-7)
+    assert run().models["reference"] is None and not any(row.get("objective/kl") for row in run().rows)  # kl_coef 0
 
 
-def test_missing_eos_penalty_falls_on_rows_cut_by_length(ppo, run, monkeypatch):
-    seen = []
-    original = ppo.compute_gae
-    monkeypatch.setattr(
-        ppo, "compute_gae", lambda rewards, *rest: seen.append(rewards.clone()) or original(rewards, *rest)
-    )
-    run(missing_eos_penalty=0.5, num_iterations=1, max_new_tokens=4)
-    batch = run.batches[2]
+def test_truncated_rows_pay_the_missing_eos_penalty_and_end_with_their_value(run):
+    seen = run(missing_eos_penalty=0.5, max_new_tokens=4, bootstrap_truncated=True)
+    batch, call = seen.batches[1], seen.calls["compute_gae"][1]
     cut = torch.tensor([stop == "length" for stop in batch.stop])
-    assert 0 < cut.sum()
-    difference = seen[0] - batch.rewards
-    assert torch.equal(difference.sum(1), -0.5 * cut)
-    assert all(difference[i, batch.lengths[i] - 1] == -0.5 for i in cut.nonzero()[:, 0])
-
-
-def test_bootstrap_is_the_value_after_the_last_token_of_truncated_rows_only(ppo, run, monkeypatch):
-    seen = []
-    original = ppo.compute_gae
-    monkeypatch.setattr(ppo, "compute_gae", lambda *a: seen.append((a, dict(run.models))) or original(*a))
-    run(bootstrap_truncated=True, max_new_tokens=4)
-    arguments, _models = seen[1]
-    batch, bootstrap = run.batches[3], arguments[-1]
-    assert bootstrap.shape == (16,) and bootstrap.abs().sum() > 0
-    assert all((value == 0) == (stop == "eos") for value, stop in zip(bootstrap, batch.stop, strict=True))
-    run(num_iterations=1, max_new_tokens=4)
-    assert seen[-1][0][-1] is None
-
-
-def test_truncated_importance_weights_scale_the_advantages(ppo, run, monkeypatch):
-    seen = []
-    original = ppo.policy_loss
-    monkeypatch.setattr(ppo, "policy_loss", lambda *a: seen.append(a[2].clone()) or original(*a))
-    sampled = ppo.rollout
-
-    def biased(*args, **kwargs):  # a sampler whose log-probs are off by log 2: weights 1/2, or 2 capped at 1.5
-        batch = sampled(*args, **kwargs)
-        batch.logprobs = torch.where(batch.mask, batch.logprobs + shift, 0.0)
-        return batch
-
-    monkeypatch.setattr(ppo, "rollout", biased)
-    results = {}
-    for shift, cap in ((0.0, None), (0.6931472, 1.5), (-0.6931472, 1.5)):
-        run(num_iterations=1, rollout_is_cap=cap)
-        results[shift] = seen[0].clone()
-        seen.clear()
-    plain, halved, capped = results.values()
-    assert torch.allclose(halved, plain * 0.5, atol=1e-4) and torch.allclose(capped, plain * 1.5, atol=1e-4)
-
-
-def test_flags_reach_the_mathematics(ppo, run, monkeypatch):
-    calls = {name: spy(ppo, monkeypatch, name) for name in ("policy_loss", "value_loss", "compute_gae")}
-    run(num_iterations=1, clip_low=0.1, clip_high=0.3, dual_clip=4.0, value_clip=0.7, gamma=0.9, gae_lambda=0.8)
-    assert all(args[4:7] == (0.1, 0.3, 4.0) for args, _ in calls["policy_loss"])
-    assert all(args[4] == 0.7 for args, _ in calls["value_loss"])
-    assert all(args[3:5] == (0.9, 0.8) for args, _ in calls["compute_gae"])
-
-
-def test_advantages_are_whitened_over_the_rollout_and_returns_are_not(ppo, run, monkeypatch):
-    calls = {name: spy(ppo, monkeypatch, name) for name in ("policy_loss", "value_loss", "compute_gae")}
-    run(num_iterations=1, ppo_epochs=1)
-    advantages = torch.cat([args[2][args[3]] for args, _ in calls["policy_loss"]])
-    returns = torch.cat([args[2][args[3]] for args, _ in calls["value_loss"]])
-    assert float(advantages.mean()) == pytest.approx(0, abs=1e-5) and float(advantages.std()) == pytest.approx(
-        1, rel=1e-3
-    )
-    raw = calls["compute_gae"][0][1][1][run.batches[2].mask]
-    assert torch.allclose(returns.sort().values, raw.sort().values)
-
-
-def test_losses_are_divided_by_the_tokens_of_the_whole_minibatch(ppo, run, monkeypatch):
-    calls = {name: spy(ppo, monkeypatch, name) for name in ("policy_loss", "value_loss")}
-    run(num_iterations=1, ppo_epochs=1, micro_batch_tokens=30)
-    assert len(calls["policy_loss"]) == len(calls["value_loss"]) > 2  # several microbatches a minibatch
-    for args, _ in calls["policy_loss"] + calls["value_loss"]:
-        assert args[-1] > int(args[3].sum())
-    assert sum({args[-1] for args, _ in calls["policy_loss"]}) == int(run.batches[2].mask.sum())
-
-
-def test_means_are_weighted_by_tokens(ppo):
-    learner = ppo.Learner(torch.nn.Linear(1, 1), 1e-3, 1.0, 10, ppo.Args())
-    learner.step({"loss": 1.0}, 10)
-    learner.step({"loss": 4.0}, 30)
-    assert learner.end_iteration()["means"]["loss"] == pytest.approx((10 * 1.0 + 30 * 4.0) / 40)
-    learner.step({"loss": 7.0}, 5)
-    assert learner.end_iteration()["means"]["loss"] == 7.0  # each iteration for itself
-
-
-def test_gradients_are_clipped_to_max_grad_norm(ppo, monkeypatch):
-    model = torch.nn.Linear(3, 1)
-    learner, seen = ppo.Learner(model, 1e-3, 1.0, 10, ppo.Args(max_grad_norm=0.5)), []
-    monkeypatch.setattr(
-        learner.optimizer, "step", lambda: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    )
-    (100 * model(torch.ones(1, 3)).sum()).backward()
-    learner.step({}, 1)
-    assert float(seen[0].norm()) == pytest.approx(0.5, rel=1e-4)
-    assert learner.end_iteration()["means"]["grad_norm"] == pytest.approx(200)
-
-
-def test_reward_model_adds_its_score_of_the_last_token(ppo, run, monkeypatch, tmp_path):
-    args = ppo.Args(**SMALL)
-    ppo.validate(args)
-    tokenizer, actor, config = ppo.embedded_model(args, ppo.make_envs(args, 1)[0])
-    scorer = ppo.critic_from(actor)
-    torch.nn.init.normal_(scorer.score.weight)
-    ppo.save_hf_checkpoint(scorer, config, tokenizer, tmp_path / "scorer")
-    calls = spy(ppo, monkeypatch, "compute_gae")
-    run(num_iterations=1, reward_model=str(tmp_path / "scorer"))
-    batch, rewards = run.batches[2], calls[0][0][0]
+    rewards = batch.rewards.clone()
+    rewards[cut, batch.lengths[cut] - 1] -= 0.5
+    assert 0 < cut.sum() < 8 and torch.equal(call["rewards"], rewards)
+    critic = seen.models["critic"]
+    torch.nn.utils.vector_to_parameters(seen.weights[1]["critic"], critic.parameters())
     for i, length in enumerate(batch.lengths.tolist()):
-        score = scorer(batch.tokens[i : i + 1, :length])[0, -1].detach()
-        assert rewards[i].sum() - batch.rewards[i].sum() == pytest.approx(float(score), abs=1e-5)
-        assert rewards[i, length - 1] - batch.rewards[i, length - 1] == pytest.approx(float(score), abs=1e-5)
+        value = float(critic(batch.tokens[i : i + 1, :length])[0, -1].detach())
+        assert abs(value) > 1e-4 and float(call["bootstrap"][i]) == pytest.approx(value if cut[i] else 0, abs=1e-6)
+    assert not run().calls["compute_gae"][1]["bootstrap"].any()
 
 
-def test_critic_starts_as_the_actor_with_a_head_of_zeros(ppo):
-    args = ppo.Args(**SMALL)
-    ppo.validate(args)
-    _, actor, _ = ppo.embedded_model(args, ppo.make_envs(args, 1)[0])
-    critic = ppo.critic_from(actor)
-    assert not critic.score.weight.any()
-    assert all(
-        torch.equal(p, critic.state_dict()[name]) for name, p in actor.state_dict().items() if name != "lm_head.weight"
-    )
-    assert critic.model.norm.weight is not actor.model.norm.weight
+def test_reward_model_adds_its_score_of_the_last_token(ppo, run, tmp_path):
+    reward_model = ppo.Transformer(run().models["actor"].config, "scalar")
+    ppo.save_hf_checkpoint(reward_model, reward_model.config, run().tokenizer, tmp_path / "reward_model")
+    seen = record(ppo, tmp_path, num_iterations=1, reward_model=str(tmp_path / "reward_model"))
+    batch, rewards = seen.batches[0], seen.calls["compute_gae"][0]["rewards"]
+    for i, length in enumerate(batch.lengths.tolist()):
+        score = float(reward_model(batch.tokens[i : i + 1, :length])[0, -1].detach())
+        added = (rewards - batch.rewards)[i]
+        assert float(added[length - 1]) == float(added.sum()) == pytest.approx(score, abs=1e-5) != 0
 
 
-def test_evaluation_prompts_are_held_out(run):
-    run(env_id="SortDigits-v0", eval_episodes=30)
-    held_out = lambda prompt: zlib.crc32(prompt[:-1].encode()) % 10 == 0
-    before, greedy, *training, after, _ = run.batches
-    assert all(map(held_out, before.prompts)) and before.prompts == after.prompts == greedy.prompts
-    assert not any(held_out(prompt) for batch in training for prompt in batch.prompts)
+def test_advantages_are_whitened_over_the_rollout_and_returns_are_not(ppo, run):
+    for call, experience in zip(run().calls["compute_gae"], run().experiences, strict=True):
+        raw, returns = ppo.compute_gae(**call)
+        advantages = experience.advantages[experience.mask]
+        assert float(advantages.mean()) == pytest.approx(0, abs=1e-5)
+        assert float(advantages.std()) == pytest.approx(1, rel=1e-3)
+        assert torch.equal(experience.returns, returns) and abs(float(raw[experience.mask].std()) - 1) > 0.1
+    equal = run(env_id="environments:Constant-v0", env_kwargs='{"reward": 0.0}')  # then nothing is blown up
+    assert torch.equal(equal.weights[0]["actor"], weights(equal.models["actor"]))
+    assert {row["ratio/diagnosis"] for row in equal.rows} == {"advantage_zero"}
 
 
-@pytest.mark.both
-def test_an_interrupted_run_leaves_its_actor(ppo, run, monkeypatch, tmp_path):
-    original = ppo.evaluate
-    monkeypatch.setattr(ppo, "evaluate", lambda *args: interrupt() if args[-1] == 1 else original(*args))
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(num_iterations=3, eval_every=1)
-    actor, _ = ppo.load_hf_checkpoint(tmp_path / "run1" / "model")
-    assert torch.equal(weights(actor), weights(run.models["lm"]))
-    assert json.loads((tmp_path / "run1" / "summary.json").read_text())["status"] == "interrupted"
+def test_flags_reach_the_mathematics(run):
+    flags = dict(clip_low=0.1, clip_high=0.3, dual_clip=4.0, value_clip=0.7, gamma=0.9, gae_lambda=0.8)
+    seen = run(**flags, max_grad_norm=0.01)
+    for name in ("clip_low", "clip_high", "dual_clip"):
+        assert {call[name] for call in seen.calls["policy_loss"]} == {flags[name]}
+    assert {(call["gamma"], call["gae_lambda"]) for call in seen.calls["compute_gae"]} == {(0.9, 0.8)}
+    assert {call["clip"] for call in seen.calls["value_loss"]} == {0.7}
+    assert all(norm == pytest.approx(0.01, rel=1e-3) for *_, norm in seen.steps)
+    assert seen.rows[0]["grad/actor_norm"] > 0.1 < seen.rows[0]["grad/critic_norm"]  # before clipping
 
 
-def test_target_kl_ends_the_actor_steps_of_a_rollout(run):
-    _, rows, _ = run(target_kl=1e-7, ppo_epochs=3)
-    assert all(row["ratio/early_stop"] == 1 and len(row["ratio/steps"]) < 6 for row in rows)
-    assert run.steps.count("scalar") == 12
+def test_target_kl_ends_the_actor_steps_before_the_one_that_exceeds_it(run):
+    flags = dict(num_iterations=1, ppo_epochs=4, actor_lr=1e-3)
+    approx_kls = [step["approx_kl"] for step in run(**flags).rows[0]["ratio/steps"]]
+    stop = next(i for i in range(2, 8) if approx_kls[i] > 1.1 * max(approx_kls[:i]))
+    seen = run(**flags, target_kl=(approx_kls[stop] + max(approx_kls[:stop])) / 2)
+    assert [step["approx_kl"] for step in seen.rows[0]["ratio/steps"]] == approx_kls[:stop]
+    assert seen.rows[0]["ratio/early_stop"] and not run(**flags).rows[0]["ratio/early_stop"]
+    assert [name for name, *_ in seen.steps] == ["critic"] * 8 + ["actor"] * stop
 
 
 def test_entropy_bonus_raises_entropy(run):
-    _, low, _ = run(num_iterations=3, entropy_coef=0.0, sft_steps=20, sft_batch_size=64)
-    _, high, _ = run(num_iterations=3, entropy_coef=1.0, sft_steps=20, sft_batch_size=64)
-    assert high[-1]["objective/entropy"] > low[-1]["objective/entropy"] + 0.05
+    flags = dict(env_id="environments:Constant-v0", env_kwargs='{"reward": 0.0}')  # nothing else moves the actor
+    before, after = run(**flags, sft_steps=20, actor_lr=1e-3, entropy_coef=0.5).rows
+    assert after["losses/entropy"] > before["losses/entropy"] + 0.05
 
 
-def test_gradients_ignore_what_lies_in_masked_slots(ppo, run, monkeypatch):
-    """Rewards, values, log-probs and tokens outside the mask are filled with garbage behind the loop's back."""
-    _, clean, _ = run()
-    sampled = ppo.rollout
-
-    def dirty(*args, **kwargs):
-        batch = sampled(*args, **kwargs)
-        beyond = torch.arange(batch.tokens.shape[1]) >= batch.lengths[:, None]
-        batch.tokens = torch.where(beyond, 5, batch.tokens)
-        batch.logprobs = torch.where(batch.mask, batch.logprobs, 7.0)
-        return batch
-
-    monkeypatch.setattr(ppo, "rollout", dirty)
-    _, dirtied, _ = run()
-    for name in ("losses/policy_loss", "losses/value_loss", "grad/actor_norm", "grad/critic_norm"):
-        assert clean[-1][name] == pytest.approx(dirtied[-1][name], rel=1e-5)
+def test_temperature_divides_the_logits_of_reference_and_entropy_too(ppo, run):
+    seen = run(temperature=0.3, kl_coef=0.1, sft_steps=20, num_iterations=1, train_batch_size=8, ppo_epochs=1)
+    assert abs(seen.rows[0]["objective/kl"]) < 1e-5
+    actor, experience = ppo.Transformer(seen.models["actor"].config), seen.experiences[0]
+    torch.nn.utils.vector_to_parameters(seen.weights[0]["actor"], actor.parameters())
+    logits = actor(experience.tokens)[:, :-1][experience.mask[:, 1:]].detach() / 0.3
+    entropy = torch.distributions.Categorical(logits=logits).entropy().mean()
+    assert seen.rows[0]["losses/entropy"] == pytest.approx(float(entropy), rel=1e-4)
 
 
-def test_learning_rates_fall_linearly_to_their_end(run):
-    _, rows, _ = run(num_iterations=4, lr_end=0.2, actor_lr=1e-3, critic_lr=2e-3)
-    steps = [row["charts/actor_steps"] for row in rows]
-    assert steps == [4, 8, 12, 16]
-    for row, made in zip(rows, steps, strict=True):
-        fraction = 1 - 0.8 * (made - 1) / 16
-        assert row["charts/actor_lr"] == pytest.approx(1e-3 * fraction)
-        assert row["charts/critic_lr"] == pytest.approx(2e-3 * fraction)
+def nan_loss(ppo, bad):
+    """policy_loss with a loss that is NaN in the calls of `bad`."""
+    calls = itertools.count()
+    spoil = lambda result: (result[0] * (math.nan if next(calls) in bad else 1.0), result[1])
+    return mock.patch.object(ppo, "policy_loss", changed(ppo.policy_loss, spoil))
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(ppo, tmp_path):
+    with nan_loss(ppo, bad=[1]):
+        seen = record(ppo, tmp_path)
+    assert [row["grad/skipped_actor"] for row in seen.rows] == [1, 0]
+    assert [row["charts/actor_steps"] for row in seen.rows] == [STEPS, 2 * STEPS]
+    assert [name for name, *_ in seen.steps].count("actor") == 2 * STEPS - 1
+    assert [step["skipped"] for step in seen.rows[0]["ratio/steps"]] == [0, 1, 0, 0]
+    assert weights(seen.models["actor"]).isfinite().all()
+    made = [step for step in seen.rows[0]["ratio/steps"] if not step["skipped"]]
+    for name, metric in (("policy_loss", "losses/policy_loss"), ("grad_norm", "grad/actor_norm")):
+        mean = sum(step[name] * step["tokens"] for step in made) / sum(step["tokens"] for step in made)
+        assert seen.rows[0][metric] == pytest.approx(mean)  # over tokens, without the skipped step
+
+
+def test_many_bad_gradients_in_a_row_end_the_run(ppo, tmp_path):
+    """20 of the actor, although the critic's steps between them are fine."""
+    with nan_loss(ppo, bad=range(100)), pytest.raises(ppo.UserError, match="consecutive gradients"):
+        record(ppo, tmp_path, num_iterations=10)
+    assert len(lines(tmp_path / "run")) == 20 / STEPS - 1  # valid JSON
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
 
 @pytest.mark.both
-def test_run_folder_holds_what_it_should(ppo, run):
-    summary, _, folder = run(log_completions=3)
-    assert {path.name for path in folder.iterdir()} >= {
-        "config.json",
-        "summary.json",
-        "metrics.jsonl",
-        "completions.jsonl",
-        "model",
-        "checkpoints",
-        f"{ppo.__name__}.py",
-    }
-    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+def test_prompts_run_on_and_evaluation_is_on_held_out_ones_at_temperature_one(run):
+    seen = run(n_samples_per_prompt=2, rollout_batch_size=4, env_id="SortDigits-v0", eval_episodes=30, temperature=0.5)
+    first, second = (batch.prompts for batch in seen.batches)
+    assert first[0::2] == first[1::2] and len(set(first)) == 4 and not set(first) & set(second)
+    held_out = lambda prompt: zlib.crc32(prompt[:-1].encode()) % 10 == 0
+    assert [(args.temperature, greedy) for _, args, greedy in seen.evaluations] == [(1.0, False), (1.0, True)] * 2
+    assert all(map(held_out, seen.evaluations[0][0].prompts)) and not any(map(held_out, first + second))
+    assert all(batch.prompts == seen.evaluations[0][0].prompts for batch, _, _ in seen.evaluations)
+
+
+def test_warm_start_teaches_the_demonstrations_and_their_end(run):
+    before, after = (run(num_iterations=1, sft_lr=3e-3, sft_steps=n).evaluations[1][0] for n in (0, 60))  # greedy
+    assert set(after.texts) == {"fab"} and set(after.stop) == {"eos"} and "fab" not in before.texts
+
+
+def test_run_folder_holds_what_it_should(ppo, tmp_path):
+    seen = record(ppo, tmp_path, tensorboard=True, rollout_batch_size=12, eval_every=1)
+    folder, summary = seen.folder, seen.summary
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert summary["status"] == "completed" and summary["iterations"] == len(seen.rows) == 2
     for when in ("eval_before", "eval_after"):
         assert set(summary[when]) == {"accuracy", "greedy_accuracy", "reward", "response_tokens"}
-    assert json.loads((folder / "config.json").read_text())["args"]["critic_lr"] == 5e-4  # resolved
-    completions = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
-    assert len(completions) == 6
-    assert set(completions[0]) == {"step", "prompt", "response", "reward", "stop", "n_tokens"}  # no reference: no "kl"
+    args = json.loads((folder / "config.json").read_text())["args"]
+    assert args["critic_lr"] == 5e-4 and args["rollout_batch_size"] == 12  # with what None has become
+    completions = lines(folder, "completions")
+    assert len(completions) == 2 * 4 and completions[0]["prompt"] == seen.batches[0].prompts[0]
+    assert set(completions[0]) == {"step", "prompt", "response", "reward", "stop", "n_tokens", "kl"}
+    events = EventAccumulator(str(folder)).Reload()
+    for name in ("objective/reward", "losses/value_loss", "ratio/last_dev"):
+        assert [x.value for x in events.Scalars(name)] == pytest.approx([row[name] for row in seen.rows])
+    assert ["eval/reward" in row for row in seen.rows] == [False, True]
     actor, _ = ppo.load_hf_checkpoint(folder / "model")
-    assert torch.equal(weights(actor), weights(run.models["lm"]))
-
-
-def test_evaluations_on_the_way_are_of_the_policy_that_samples_the_rollout(ppo, run):
-    """Row i has that of the actor after i iterations; the first and the last are eval_before and eval_after."""
-    flags = dict(eval_episodes=16)
-    _, rows, _ = run(num_iterations=5, eval_every=2, **flags)
-    assert [row["iteration"] for row in rows if "eval/accuracy" in row] == [2, 4]
-    summary, _, _ = run(num_iterations=2, lr_end=1 - 0.95 * 2 / 5, **flags)  # the first two of the five
-    assert summary["eval_after"] == {name: rows[2][f"eval/{name}"] for name in summary["eval_after"]}
-
-
-@pytest.mark.both
-def test_readme_names_every_metric(run):
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    _, rows, _ = run(eval_every=1, kl_coef=0.1, kl_in="loss")
-    missing = [name for row in rows for name in row if name != "iteration" and f"`{name}`" not in readme]
-    assert not missing
-
-
-def test_model_flops_are_those_that_torch_counts(ppo):
-    changes = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True)
-    model = make_model(ppo, 40, **changes)
-    for n in (1, 7):
-        kernel = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)  # others are not counted
-        with kernel, torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-            model(torch.zeros(3, n, dtype=torch.int64), select=torch.arange(2))
-        never_needed = 2 * 2 * 4 * 12 * 3 * n * n  # torch counts all scores: 2 H D n^2 more in both layers, three rows
-        ours = ppo.forward_flops(model.config, torch.full((3,), n), outputs=2)
-        assert counter.get_total_flops() == ours + never_needed
-
-
-@pytest.mark.parametrize("late", [0.0, 100.0])
-def test_utilization_is_that_of_real_tokens(ppo, run, monkeypatch, late):
-    """Also with a critic and a reward model of other shapes, and while another rank is `late` with the critic."""
-    monkeypatch.setattr(ppo, "matrix_rate", lambda *args: 1e6)
-    load_models, gather, kept = ppo.load_models, ppo.Ranks.gather, {}
-
-    def load(*args):
-        tokenizer, actor, _, _ = load_models(*args)
-        critic, scorer = (make_model(ppo, actor.config.vocab_size, intermediate_size=n) for n in (40, 72))
-        critic, scorer = (ppo.Transformer(model.config, "scalar") for model in (critic, scorer))
-        kept.update(critic=critic.config, scorer=scorer.config)
-        return tokenizer, actor, critic, scorer
-
-    def reports_of_two(ranks, value):
-        if not (isinstance(value, dict) and "clock" in value):
-            return gather(ranks, value)
-        clock = [t + late * (i > 2) for i, t in enumerate(value["clock"])]
-        return [value, value | {"clock": clock}]
-
-    monkeypatch.setattr(ppo, "load_models", load)
-    monkeypatch.setattr(ppo.Ranks, "gather", reports_of_two)
-    _, rows, _ = run(ppo_epochs=3, critic_epochs=2, kl_coef=0.1, critic_warmup_iterations=1)
-    batches = run.batches[2:4]  # after two of the evaluation
-    for row, batch, epochs in zip(rows, batches, (0, 3), strict=True):
-        trained = int(batch.mask.sum())
-        whole = ppo.forward_flops(run.models["lm"].config, batch.lengths, trained)
-        critic, scorer = (ppo.forward_flops(kept[name], batch.lengths, 0) for name in ("critic", "scorer"))
-        update, seconds = 3 * (2 * critic + epochs * whole), {name: row[f"time/{name}"] for name in PHASES}
-        updates, total = seconds["critic"] + seconds["actor"] + late, sum(seconds.values()) + late
-        assert row["perf/update_mfu"] * 1e6 * updates == pytest.approx(update)
-        assert row["perf/mfu"] * 1e6 * total == pytest.approx(update + critic + scorer + 3 * whole)
-        assert row["perf/response_tokens_per_second"] * total == pytest.approx(trained)
-        assert row["perf/rollout_tokens_per_second"] * seconds["rollout"] == pytest.approx(trained)
-        assert row["charts/SPS"] * total == pytest.approx(16)
-
-
-def test_matrix_rate_is_a_rate(ppo):
-    assert 1e8 < ppo.matrix_rate(torch.device("cpu"), torch.float32) < 1e14
-
-
-def no_compiler(*args, **kwargs):
-    raise RuntimeError("no g++")
-
-
-@pytest.mark.parametrize(("iterations", "ranks", "compiler", "expected"),
-                         [(200, 1, True, "off"), (20_000, 1, True, "on"), (20_000, 64, True, "off"),
-                          (20_000, 1, False, "off")])  # fmt: skip
-def test_compile_auto_is_for_long_runs_on_a_cpu(ppo, monkeypatch, capsys, iterations, ranks, compiler, expected):
-    monkeypatch.setattr(torch, "compile", (lambda f: f) if compiler else no_compiler)
-    args = ppo.Args(num_iterations=iterations)
-    plan = ppo.validate(args)
-    config = make_model(ppo, 16, hidden_size=64, intermediate_size=128).config
-    ppo.resolve_compile(args, config, plan, torch.device("cpu"), ranks)
-    said = capsys.readouterr().out
-    assert args.compile == expected and ("--compile auto: on" in said) == (expected == "on")
-    assert ("WARNING: --compile auto: torch.compile fails here" in said and "no g++" in said) == (not compiler)
-    for mode in ("on", "off"):
-        args = ppo.Args(num_iterations=iterations, compile=mode)
-        plan, works = ppo.validate(args), contextlib.nullcontext()
-        fails = pytest.raises(ppo.UserError, match=r"--compile on: torch\.compile fails here.*no g")
-        with works if compiler or mode == "off" else fails:
-            ppo.resolve_compile(args, config, plan, torch.device("cpu"), ranks)
-        assert args.compile == mode
-
-
-@pytest.mark.both
-def test_bfloat16_trains_float32_weights_and_samples_from_a_cast_copy(ppo, run):
-    _, rows, _ = run(dtype="bfloat16", num_iterations=3)
-    assert {p.dtype for model in run.models.values() for p in model.parameters()} == {torch.float32}
-    assert {p.dtype for sampler in run.samplers for p in sampler.parameters()} == {torch.bfloat16}
-    assert all(0 < row["debug/sampler_trainer_logprob_diff"] < 0.05 for row in rows)  # stale weights would show here
-
-
-@pytest.mark.both
-def test_a_float32_actor_samples_itself(run):
-    run()
-    assert all(sampler is run.models["lm"] for sampler in run.samplers)
-
-
-def test_activation_checkpointing_recomputes_each_block_and_changes_no_metric(ppo, run, monkeypatch):
-    calls, original = [], ppo.Block.forward
-    monkeypatch.setattr(
-        ppo.Block, "forward", lambda *args: calls.append(torch.is_grad_enabled()) or original(*args)
-    )
-    _, plain, _ = run()
-    count = calls.count(True)
-    assert count == 2 * len(run.steps) == 2 * 16  # two blocks, each minibatch in one microbatch
-    calls.clear()
-    _, checkpointed, _ = run(activation_checkpointing=True)
-    assert calls.count(True) == 2 * count
-    assert_same_metrics(plain, checkpointed, 1e-5)
-
-
-def test_compile_is_of_the_trained_blocks_and_not_of_the_copy_that_samples(ppo, run, monkeypatch):
-    calls, flags = [], dict(kl_coef=0.1, sft_steps=2, sft_batch_size=16)
-
-    def compile(module, **kwargs):
-        module._compiled_call_impl = lambda *args: calls.append(module) or module._call_impl(*args)
-
-    _, plain, _ = run(**flags)
-    monkeypatch.setattr(torch, "compile", lambda f: f)  # is only tried
-    monkeypatch.setattr(ppo, "compiled_step", ppo.Engine.decode_step)
-    monkeypatch.setattr(torch.nn.Module, "compile", compile)
-    _, compiled, _ = run(**flags, compile="on")
-    blocks = [block for model in run.models.values() for block in model.model.layers]
-    assert all(block._compiled_call_impl for block in blocks) and set(calls) >= set(blocks)
-    sampler, actor = run.samplers[0], run.models["lm"]
-    assert all(other is sampler for other in run.samplers) and sampler is not actor
-    assert not any(module._compiled_call_impl for module in sampler.modules())
-    assert torch.equal(weights(sampler), weights(actor))
-    assert_same_metrics(plain, compiled, 1e-5)
-
-
-def test_blocks_of_four_shapes_and_many_batches_stay_compiled(ppo, run, monkeypatch):
-    """They are one piece of code; beyond a number of variants the rest would run uncompiled, with a warning alone."""
-    load_models, compile = ppo.load_models, torch.nn.Module.compile
-
-    def load(*args):
-        tokenizer, actor, _, _ = load_models(*args)
-        others = (make_model(ppo, actor.config.vocab_size, **changes).config
-                  for changes in (dict(num_attention_heads=2), dict(attention_bias=True, mlp_bias=True)))  # fmt: skip
-        return tokenizer, actor, *(ppo.Transformer(config, "scalar") for config in others)
-
-    monkeypatch.setattr(ppo, "resolve_compile", lambda *args: None)  # would ask for a C++ compiler
-    monkeypatch.setattr(ppo, "compiled_step", ppo.Engine.decode_step)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **kwargs: compile(block, backend="eager", **kwargs))
-    monkeypatch.setattr(ppo, "load_models", load)
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
-        for tokens in (1, 60, 200):
-            run(compile="on", kl_coef=0.1, micro_batch_tokens=tokens)
-    torch._dynamo.reset()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
-def test_compiled_blocks_train_alike(ppo, run, monkeypatch):
-    _, plain, _ = run()
-    monkeypatch.setattr(ppo, "compiled_step", ppo.Engine.decode_step)  # another test's
-    _, compiled, _ = run(compile="on")
-    assert_same_metrics(plain, compiled, 1e-4)
-
-
-def test_environments_are_closed_however_a_run_ends(ppo, run, monkeypatch):
-    monkeypatch.setattr(environments.TextEnv, "close", lambda env: closed.append(env))
-    for env_id, ends in (("Plain", contextlib.nullcontext()), ("Raises", pytest.raises(ppo.UserError))):
-        closed = []
-        with ends:
-            run(env_id=f"environments:{env_id}-v0")
-        rows = [ppo.episodes_at_once(ppo.Args(), episodes) for episodes in (16, 2)]
-        assert len(closed) == len(set(closed)) == sum(rows)
-
-
-def test_demonstrations_that_are_cut_are_counted(run, capsys):
-    run(sft_steps=2, sft_batch_size=5, max_new_tokens=4)
-    assert "cut to" not in capsys.readouterr().out
-    run(sft_steps=2, sft_batch_size=5, max_new_tokens=3)  # "fab" and eos are four
-    assert "10 were cut to --max-new-tokens 3" in capsys.readouterr().out
-
-
-def test_what_is_not_finite_stays_out_of_tensorboard(ppo, run, monkeypatch):
-    _, rows, _ = run(rollout_batch_size=1, n_samples_per_prompt=1, train_batch_size=1, max_new_tokens=1)
-    assert "losses/explained_variance" not in rows[0]  # NaN, of a single token
-    logged = {call.args[0]: call.args[1] for call in ppo.SummaryWriter.return_value.add_scalar.call_args_list}
-    assert set(logged) > {"objective/reward", "losses/value_loss"} and all(map(math.isfinite, logged.values()))
-
-
-@pytest.mark.both
-def test_never_ending_environment_and_one_sample_are_fine(run, monkeypatch):
-    _, rows, _ = run(rollout_batch_size=1, n_samples_per_prompt=1, train_batch_size=1, max_new_tokens=1)
-    assert rows[0]["objective/response_tokens"] == 1
+    assert torch.equal(weights(actor), weights(seen.models["actor"]))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ppo.UserError, match=r"--run-name: \S*run exists"):
+        record(ppo, tmp_path)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.slow
 def test_the_default_task_is_learned(ppo, tmp_path):
-    summary = ppo.train(ppo.Args(log_dir=str(tmp_path), run_name="learn", num_iterations=60, eval_episodes=512))
+    summary = ppo.train(ppo.Args(log_dir=str(tmp_path), run_name="run", num_iterations=40, eval_episodes=256))
     assert summary["eval_before"]["accuracy"] < 0.4
     assert summary["eval_after"]["accuracy"] > summary["eval_before"]["accuracy"] + 0.3

@@ -1,0 +1,84 @@
+"""The patches in tests/forks/: each applies to ppo_llm.py, runs two iterations, and does what it says."""
+
+import importlib.util
+import json
+import subprocess
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import ROOT
+
+FORKS = sorted((ROOT / "tests" / "forks").glob("*.patch"))
+FLAGS = dict(num_iterations=2, rollout_batch_size=16, n_samples_per_prompt=2, train_batch_size=16, sft_steps=30,
+             eval_episodes=8, save_every=1, run_name="run")  # fmt: skip
+
+
+def run(patch, folder, **flags):
+    """(module, rows of metrics.jsonl, run folder) of the patched script."""
+    (folder / "ppo_llm.py").write_bytes((ROOT / "ppo_llm.py").read_bytes())
+    if patch:
+        subprocess.run(["git", "apply", ROOT / "tests" / "forks" / f"{patch}.patch"], cwd=folder, check=True)
+    spec = importlib.util.spec_from_file_location("ppo_llm", folder / "ppo_llm.py")
+    ppo = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(__import__("sys").modules, "ppo_llm", ppo)
+        spec.loader.exec_module(ppo)
+        summary = ppo.train(ppo.Args(log_dir=str(folder), **FLAGS | flags))
+    assert summary["status"] == "completed" and summary["iterations"] == (FLAGS | flags)["num_iterations"]
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return ppo, rows, folder / "run"
+
+
+def test_all_forks_are_tested():
+    assert [path.stem for path in FORKS] == ["group_normalised", "joint_loss", "length_penalty", "lora", "replay"]
+
+
+@pytest.mark.parametrize("path", FORKS, ids=lambda path: path.stem)
+def test_a_patch_says_what_it_does(path):
+    text = path.read_text()
+    assert text.index("diff --git a/ppo_llm.py b/ppo_llm.py") > 40
+
+
+def test_length_penalty(tmp_path):
+    _, rows, _ = run("length_penalty", tmp_path)
+    for row in rows:
+        expected = row["objective/accuracy"] - 0.02 * row["objective/response_tokens"]
+        assert row["objective/reward"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_group_normalised(tmp_path):
+    ppo, rows, folder = run("group_normalised", tmp_path)
+    assert ppo.Args().n_samples_per_prompt == 4
+    assert not (folder / "checkpoints" / "iter_000002" / "critic").exists()
+    assert all("losses/value_loss" not in row for row in rows)
+    assert any(row["objective/advantage_std"] > 0 and row["grad/actor_norm"] > 0 for row in rows)
+
+
+def test_replay(tmp_path):
+    _, rows, _ = run("replay", tmp_path)
+    assert [len(row["ratio/steps"]) for row in rows] == [4, 8]
+    assert rows[0]["ratio/first_dev"] < 1e-5
+
+
+def test_joint_loss(tmp_path):
+    _, rows, folder = run("joint_loss", tmp_path)
+    assert not (folder / "checkpoints" / "iter_000002" / "critic").exists()
+    assert all(row["ratio/first_dev"] < 1e-5 and row["losses/value_loss"] > 0 for row in rows)
+
+
+def test_lora_is_exported_merged_and_resumed(tmp_path):
+    _, rows, folder = run("lora", tmp_path, missing_eos_penalty=1.0)
+    first, second = (safetensors.torch.load_file(next((folder / f"checkpoints/iter_00000{i}/actor/weights").iterdir()))
+                     for i in (1, 2))  # fmt: skip
+    changed = {name for name in first if not torch.equal(first[name], second[name])}
+    assert changed and all("lora" in name for name in changed)
+    exported = safetensors.torch.load_file(folder / "model" / "model.safetensors")
+    assert not any("lora" in name for name in exported)
+    name = "model.layers.0.self_attn.q_proj."
+    merged = second[f"{name}weight"] + second[f"{name}lora_B"] @ second[f"{name}lora_A"]
+    torch.testing.assert_close(exported[f"{name}weight"], merged)
+    assert not torch.equal(exported[f"{name}weight"], second[f"{name}weight"])
+
+    resumed = run("lora", tmp_path, num_iterations=3, resume="auto", missing_eos_penalty=1.0)[1]
+    assert [row["iteration"] for row in resumed] == [0, 1, 2] and resumed[:2] == rows
