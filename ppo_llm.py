@@ -2,25 +2,25 @@
 
 A language model (the actor) answers prompts, a text environment rewards the answers, and Proximal Policy Optimization
 (https://arxiv.org/abs/1707.06347) makes rewarded tokens more likely. A second transformer (the critic) predicts the
-reward still to come; a frozen copy of the actor (the reference) limits how far it drifts.
+reward still to come, and a frozen copy of the actor (the reference) limits how far it drifts.
 
-    python ppo_llm.py             # a tiny model learns to sort digits, on the CPU, in about two minutes
+    python ppo_llm.py             # a tiny model learns to sort digits, on the CPU, in two minutes
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}'
-    torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # the same numbers, models sharded over eight GPUs
+    torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # models sharded over eight GPUs
 
-Part I is PPO, whole and real: 1. arguments, 2. rollout, 3. mathematics, 4. training loop (`ppo`).
-Part II is what it stands on, for reference: 5. transformer, 6. tokenizer and Hugging Face checkpoints, 7. text
-environments, 8. why is the ratio stuck at 1, 9. ranks, sharding, building the models, 10. run folder, saving, resuming.
+Part I is PPO: 1. arguments, 2. rollout, 3. mathematics, 4. training loop (`ppo`). Part II is what it stands on: 5.
+transformer, 6. tokenizer and Hugging Face checkpoints, 7. text environments, 8. why is the ratio stuck at 1, 9. ranks,
+sharding, building the models, 10. run folder, saving, resuming.
 
-Terminology. The actor is both the policy being trained and the one that samples, through a whole copy on every rank
-(the sampler) that gets its weights after each iteration. The old policy is the actor as it was when it sampled; it
-exists only as `old_logprobs`. A sample is one episode: prompt, response, and further turns if there are any. An
-iteration is one rollout and all updates on it, a minibatch is one optimizer step, a microbatch one forward + backward.
+Terminology. The actor is the policy being trained, and it also samples, through a whole copy on every rank (the
+sampler). The old policy is the actor as it was when it sampled; it exists only as `old_logprobs`. A sample is one
+episode: prompt, response, and further turns if there are any. An iteration is one rollout and all updates on it, a
+minibatch is one optimizer step, a microbatch one forward and backward pass.
 
 Layout. Rows start at index 0 and are right-padded. Everything is stored at the token's own index: `mask[b, t]` is 1 if
 the actor sampled token t, `logprobs[b, t]` = log pi(token t | tokens < t), `values[b, t]` = V(tokens < t).
 Dimensions: B rows, T tokens, S cache positions, H / Hkv heads, D head size, V vocabulary, N samples of a rollout.
-Compute is sharded over ranks, experience is replicated: every rank holds all N samples and computes some of their rows.
+Compute is sharded over ranks, experience is replicated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ import multiprocessing.pool
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -62,7 +61,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 # ################################################## Part I: PPO ##################################################
@@ -74,64 +72,63 @@ from transformers import PreTrainedTokenizerFast
 class Args:
     """PPO for language models. Defaults of None depend on other flags and are printed at start."""
 
-    seed: int = 1  # of weights, sampling noise and minibatch order
+    seed: int = 1  # of weights, sampling and minibatches
     run_name: str | None = None  # default <env>__<script>__<seed>__<time>
-    log_dir: str = "runs"  # parent of run folders
+    log_dir: str = "runs"  # run folders go here
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes; auto: bfloat16 on cuda
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on with cuda
-    critic_ranks: int = 0  # number of ranks (the last ones) for the critic alone
+    critic_ranks: int = 0  # the last ranks, for the critic alone
     activation_checkpointing: bool = False  # recompute activations in the backward pass
 
-    model: str | None = None  # Hugging Face folder; default a tiny random Llama
-    env_id: str = "SortDigits-v0"  # SortDigits-v0, GSM8K-v0 or your module:MyEnv-v0
-    env_kwargs: str = "{}"  # arguments of the environment, a JSON object
-    env_timeout: float = 60.0  # seconds an environment may take to answer
+    model: str | None = None  # Hugging Face folder; default a tiny Llama
+    env_id: str = "SortDigits-v0"  # or GSM8K-v0, or my_module:MyEnv-v0
+    env_kwargs: str = "{}"  # its arguments, a JSON object
+    env_timeout: float = 60.0  # seconds it may take to answer
 
-    num_iterations: int = 200  # rollouts, each followed by its updates
+    num_iterations: int = 200  # rollouts, each with its updates
     rollout_batch_size: int = 512  # prompts per iteration
     n_samples_per_prompt: int = 1
-    rollout_slots: int = 512  # samples decoded at once on each rank; sizes the KV cache
+    rollout_slots: int = 512  # samples decoded at once on each rank
     max_prompt_tokens: int | None = None  # default 16, with --model 512
     max_new_tokens: int | None = None  # all turns; default 8, with --model 256
     temperature: float = 1.0  # in sampling, old, new and reference log-probs
-    sft_steps: int | None = None  # warm start on demonstrations; default 100, with --model 0
-    sft_lr: float | None = None  # its learning rate; default 1.3e-3, with --model 1e-5
+    sft_steps: int | None = None  # warm-start steps; default 100, with --model 0
+    sft_lr: float | None = None  # default 1.3e-3, with --model 1e-5
 
-    ppo_epochs: int = 2  # passes of the actor over one rollout
+    ppo_epochs: int = 2  # passes of the actor over a rollout
     critic_epochs: int | None = None  # passes of the critic; default ppo_epochs
-    train_batch_size: int = 128  # samples per minibatch, that is per optimizer step
-    micro_batch_tokens: int = 16384  # padded tokens per forward and rank: memory and speed
+    train_batch_size: int = 128  # samples per optimizer step
+    micro_batch_tokens: int = 16384  # padded tokens per forward and rank
     actor_lr: float | None = None  # default 3e-4, with --model 1e-6
     critic_lr: float | None = None  # default 5e-4, with --model 1e-5
-    lr_end: float = 0.05  # learning rates decay linearly to this fraction
-    critic_warmup_iterations: int = 0  # first iterations, for the critic alone
-    max_grad_norm: float = 1.0  # gradient clipping norm, for actor and critic separately
+    lr_end: float = 0.05  # learning rates decay linearly to this share
+    critic_warmup_iterations: int = 0  # first iterations, without the actor
+    max_grad_norm: float = 1.0  # gradient clipping norm, of each model
 
     gamma: float = 1.0  # discount per token
-    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    clip_low: float = 0.2  # the ratio is clipped below at 1 - clip_low
-    clip_high: float = 0.2  # the ratio is clipped above at 1 + clip_high
-    value_clip: float | None = 0.2  # values are clipped to old value +- this; None: off
-    dual_clip: float | None = None  # c > 1 bounds the loss of a negative advantage A at -A * c
+    gae_lambda: float = 0.95
+    clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low
+    clip_high: float = 0.2  # ... 1 + clip_high
+    value_clip: float | None = 0.2  # values are clipped to old value +- this
+    dual_clip: float | None = None  # c > 1: loss of advantage A < 0 at most -A * c
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    target_kl: float | None = None  # end actor steps when a minibatch's approx_kl exceeds it
-    recompute_old_logprobs: bool = True  # with the training forward; no: the sampler's
-    rollout_is_cap: float | None = None  # cap for importance weights pi_old / pi_sampler
-    kl_coef: float | None = None  # weight of the KL to the reference; default 0, with --model 0.01
-    kl_in: Literal["reward", "loss"] = "reward"  # where the KL counts
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1 in the reward, k3 in the loss
-    ref_sync_every: int = 0  # iterations between updates of the reference; 0: never
+    target_kl: float | None = None  # actor steps end when approx_kl exceeds it
+    recompute_old_logprobs: bool = True  # no: take the sampler's
+    rollout_is_cap: float | None = None  # cap of weights pi_old / pi_sampler
+    kl_coef: float | None = None  # KL to the reference; default 0, with --model 0.01
+    kl_in: Literal["reward", "loss"] = "reward"
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1, in the loss k3
+    ref_sync_every: int = 0  # iterations between its updates; 0: never
     ref_sync_alpha: float = 1.0  # reference = alpha * actor + (1 - alpha) * reference
-    missing_eos_penalty: float = 0.0  # subtracted from rewards of samples without a stop token
-    bootstrap_truncated: bool = False  # truncated samples end with V(last state), not with 0
+    missing_eos_penalty: float = 0.0  # of samples without a stop token
+    bootstrap_truncated: bool = False  # truncated samples end with V(last state)
 
-    eval_every: int = 0  # iterations between evaluations; 0: only before and after
-    eval_episodes: int = 512  # played twice: sampled at temperature 1, and greedy
-    eval_env_kwargs: str = "{}"  # merged over env_kwargs, for example '{"split": "test"}'
-    save_every: int = 50  # iterations between checkpoints; 0: only when a signal ends the run
+    eval_episodes: int = 512  # sampled at temperature 1, and greedy
+    eval_env_kwargs: str = "{}"  # merged over env_kwargs
+    save_every: int = 50  # iterations between checkpoints; 0: none
     keep_checkpoints: int = 2
-    resume: str | None = None  # auto (--run-name, if it exists), a run folder or a checkpoint
+    resume: str | None = None  # auto (if --run-name exists), run folder or checkpoint
 
 
 Plan = namedtuple("Plan", "samples_per_iteration minibatches update_steps critic_update_steps "
@@ -141,12 +138,11 @@ Plan = namedtuple("Plan", "samples_per_iteration minibatches update_steps critic
 def plan_steps(args: Args, world_size: int = 1) -> Plan:
     """update_steps = rollout_batch_size * n_samples_per_prompt * ppo_epochs / train_batch_size, of the actor.
 
-    All sizes are global: more ranks make the same steps faster. Raises UserError if they do not divide.
+    Sizes are global: more ranks make the same steps faster. Raises UserError if they do not divide.
     """
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples % args.train_batch_size:
-        raise UserError(f"--train-batch-size {args.train_batch_size}: must divide the {samples} samples of an "
-                        "iteration, --rollout-batch-size x --n-samples-per-prompt")
+        raise UserError(f"--train-batch-size {args.train_batch_size}: must divide the {samples} samples")
     minibatches = samples // args.train_batch_size
     actor_steps = minibatches * args.ppo_epochs
     critic_steps = minibatches * (args.critic_epochs or args.ppo_epochs)
@@ -156,7 +152,7 @@ def plan_steps(args: Args, world_size: int = 1) -> Plan:
 
 
 # === 2. Rollout ===
-# In waves of `rollout_slots` rows: all rows of a wave take their turns together, and the longest episode ends it.
+# In waves of `rollout_slots` rows, which take their turns together. The longest episode ends a wave.
 
 
 @dataclass
@@ -168,11 +164,11 @@ class Rollout:
     logprobs: Tensor  # [N, T] log-prob when sampled, 0 outside the mask
     rewards: Tensor  # [N, T] the reward of a turn, on its last sampled token
     lengths: Tensor  # [N]
-    stop: list[str]  # "eos": the episode ended; "length": cut at max_new_tokens; "env": truncated by the environment
+    stop: list[str]  # "eos": ended; "length": cut at max_new_tokens; "env": truncated by the environment
     texts: list[str]  # what followed the prompt
     stats: dict[str, float]
     prompts: list[str]
-    success: list[bool]  # info["success"] of the last step, else whether the rewards sum to more than 0
+    success: list[bool]  # info["success"] of the last step, else rewards > 0
 
 
 @dataclass
@@ -184,16 +180,16 @@ class Episode:
     prompt: str = ""
     prompt_length: int = 0
     limit: int = 0  # tokens at most
-    ids: list[int] = field(default_factory=list)  # prompt, sampled tokens, the environment's text
-    mask: list[bool] = field(default_factory=list)  # of each id: was it sampled?
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)  # was it sampled?
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    cached: int = 0  # tokens whose keys and values are in the cache; the newest token never is
-    stop: str = ""  # see Rollout; empty while the episode goes on
+    cached: int = 0  # tokens in the KV cache; the newest token never is
+    stop: str = ""  # see Rollout; empty while it goes on
     success: bool = False
 
     def extend(self, ids: list[int], logprobs: list[float] | None = None) -> None:
-        """Append tokens: sampled ones with their log-probs, others without."""
+        """Append tokens, sampled ones with their log-probs."""
         self.ids += ids
         self.mask += [logprobs is not None] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
@@ -207,40 +203,41 @@ class Episode:
         self.limit = self.prompt_length + args.max_new_tokens
 
     def take_answer(self, answer: tuple, tokenizer: HFTokenizer) -> None:
-        """The environment's answer to a turn: a reward, and the end of the episode or text for another turn."""
+        """A reward, and the end of the episode or text for another turn."""
         text, reward, terminated, truncated, info = answer
         self.rewards[-1] = float(reward)
         self.success = bool(info.get("success", sum(self.rewards) > 0))
-        if self.ids[-1] not in tokenizer.stop_ids:  # cut in the middle of a turn, whatever the environment says
+        if self.ids[-1] not in tokenizer.stop_ids:  # cut, whatever the environment says
             self.stop = "length"
         elif terminated or truncated:
             self.stop = "eos" if terminated else "env"
         else:
             feedback = tokenizer.encode_feedback(text)  # ids are never decoded and encoded again
-            self.stop = "" if len(self.ids) + len(feedback) < self.limit else "length"
-            if not self.stop:
+            if len(self.ids) + len(feedback) < self.limit:
                 self.extend(feedback)
+            else:
+                self.stop = "length"
 
 
 class Slots:
-    """B rows that decode together: tensors on the device. Dead rows write to column S of [B, S + 1]."""
+    """B rows that decode together, on the device. Dead rows write to column S."""
 
     def __init__(self, B: int, S: int, stop_ids: list[int], device: torch.device):
         zeros = functools.partial(torch.zeros, device=device)
         self.tokens = zeros(B, S + 1, dtype=torch.int64)
         self.logprobs = zeros(B, S + 1)
-        self.length = zeros(B, dtype=torch.int64)  # tokens so far
-        self.limit = zeros(B, dtype=torch.int64)  # tokens at most
-        self.alive = zeros(B, dtype=torch.bool)  # rows that decode
+        self.length = zeros(B, dtype=torch.int64)
+        self.limit = zeros(B, dtype=torch.int64)
+        self.alive = zeros(B, dtype=torch.bool)  # still decoding
         self.keys = zeros(B, dtype=torch.int32)  # see sampling_noise
         self.stop_ids = torch.tensor(stop_ids, device=device)
 
 
 def decode_step(actor: Transformer, cache: KVCache, slots: Slots, temperature: float, greedy: bool) -> None:
-    """Sample one token in every row that is alive. Fixed shapes, and the host waits for nothing."""
-    newest = torch.where(slots.alive, slots.length - 1, cache.size)[:, None]  # [B, 1], index of the newest token
+    """Sample one token in every row that is alive. Fixed shapes, no wait of the host."""
+    newest = torch.where(slots.alive, slots.length - 1, cache.size)[:, None]  # [B, 1]
     logits = actor(slots.tokens.gather(1, newest), newest, cache)[:, 0]  # [B, V]
-    # FORK: sampling. Top-p or top-k must go into every log-prob of the actor too, or the ratio is wrong.
+    # FORK: sampling. Top-p or top-k must go into every log-prob too, or the ratio is wrong.
     logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
     scores = logprobs
     if not greedy:  # argmax of p / exponential noise draws from p; torch.multinomial would make the host wait
@@ -257,10 +254,10 @@ compiled_decode_step = torch.compile(decode_step, dynamic=True)
 
 
 def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict[int, Episode], args: Args) -> None:
-    """Upload the text of `playing` {row: episode}, compute the keys and values it lacks, and let the rows decode."""
+    """Upload the text of `playing` {row: episode}, prefill what is not cached, let the rows decode."""
     texts = nn.utils.rnn.pad_sequence([torch.tensor(e.ids) for e in playing.values()], batch_first=True)
     numbers = torch.tensor([(row, len(e.ids), e.limit, e.cached) for row, e in playing.items()])
-    width = int((numbers[:, 1] - 1 - numbers[:, 3]).max())  # not the newest token: it is the first decode step's input
+    width = int((numbers[:, 1] - 1 - numbers[:, 3]).max())  # the newest token is left to the first decode step
     rows, length, limit, cached = numbers.to(slots.tokens.device).T  # [R] each
     slots.tokens[rows, : texts.shape[1]] = texts.to(rows.device)
     slots.length[rows], slots.limit[rows], slots.alive[rows] = length, limit, True
@@ -275,7 +272,7 @@ def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict[i
 
 
 def end_turn(slots: Slots, playing: dict[int, Episode], tokenizer: HFTokenizer, args: Args) -> None:
-    """Read what the rows of `playing` have sampled, hand it to their environments, and take the answers."""
+    """Hand what the rows of `playing` have sampled to their environments, and take the answers."""
     tokens, logprobs, lengths = slots.tokens.tolist(), slots.logprobs.tolist(), slots.length.tolist()
     calls = []
     for row, episode in playing.items():
@@ -293,10 +290,9 @@ def envs_needed(args: Args, samples: int) -> int:
 
 @torch.no_grad()
 def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
-    """Sample one episode for each of `seeds` [N], in waves of up to rollout_slots (and len(envs)) rows.
+    """Sample an episode for each of `seeds` [N] in waves of up to rollout_slots (and len(envs)) rows.
 
-    `actor` is the sampler, a whole model. `sample_ids` [N] and `iteration` choose the noise. Raises UserError that
-    names environment, sample and prompt.
+    `actor` is the sampler. `sample_ids` [N] and `iteration` choose the noise. Raises UserError.
     """
     N, S = len(seeds), args.max_prompt_tokens + args.max_new_tokens
     B = min(args.rollout_slots, len(envs), N)
@@ -305,7 +301,7 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
     slots = Slots(B, S, tokenizer.stop_ids, weight.device)
     keys = sample_keys(args.seed, iteration, sample_ids, weight.device)  # [N]
     step = compiled_decode_step if args.compile == "on" else decode_step
-    K = 8 if weight.is_cuda else 1  # decode steps between two looks of the host, which cost nothing on a CPU
+    K = 8 if weight.is_cuda else 1  # decode steps between two looks of the host
     episodes, steps = [], 0
     for start in range(0, N, B):
         samples = range(start, min(start + B, N))
@@ -351,19 +347,19 @@ def collect(episodes: list[Episode], tokenizer: HFTokenizer, stats: dict[str, fl
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean over mask, 0 if it is empty. Outside the mask x may be anything, NaN too."""
+    """Mean over mask, 0 if it is empty. Elsewhere x may be NaN."""
     return torch.where(mask.bool(), x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """x with mean 0 and unbiased standard deviation 1 over mask, 0 outside; all 0 for fewer than two tokens."""
+    """x with mean 0 and standard deviation 1 over mask, 0 elsewhere."""
     centered = torch.where(mask.bool(), x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
     return centered * torch.rsqrt(variance + 1e-8)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Per-token estimates k1, k2, k3 of KL(pi || pi_ref) from tokens of pi (http://joschu.net/blog/kl-approx.html)."""
+    """Estimates k1, k2, k3 of KL(pi || pi_ref) from tokens of pi (http://joschu.net/blog/kl-approx.html)."""
     logratio = logprobs - ref_logprobs
     return {"k1": logratio, "k2": logratio.square() / 2, "k3": torch.exp(-logratio) - 1 + logratio}[kind]
 
@@ -371,8 +367,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16) over the tokens of the mask.
 
-    The sampled tokens of a row form one chain that skips the environment's text. rewards, values, mask [B, T];
-    bootstrap [B] = V(state after the last token), default 0. Returns raw (advantages, returns) [B, T], 0 off the mask.
+    The sampled tokens of a row are one chain that skips the environment's text. rewards, values, mask [B, T];
+    bootstrap [B] = V(state after the last token), default 0. Returns (advantages, returns) [B, T], 0 off the mask.
     """
     mask = mask.bool()
     rewards = torch.where(mask, rewards, 0.0)
@@ -390,10 +386,10 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tup
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip=None, denom=None):
-    """Clipped surrogate (https://arxiv.org/abs/1707.06347, eq. 7), dual clip (https://arxiv.org/abs/1912.09729, eq. 5).
+    """Clipped surrogate (https://arxiv.org/abs/1707.06347 eq. 7), dual clip (https://arxiv.org/abs/1912.09729 eq. 5).
 
-    All [B, T]. Returns (loss, stats): sums over mask / denom (default mask.sum()), so that with the token count of the
-    minibatch as denom they add up over microbatches and ranks; ratio_max and ratio_min reduce by max and min.
+    All [B, T]. Returns (loss, stats), sums over mask / denom (default mask.sum()): with the minibatch's token count as
+    denom they add up over microbatches and ranks, but for ratio_max and ratio_min.
     """
     mask = mask.bool()
     denom = mask.sum().clamp(min=1) if denom is None else denom
@@ -422,7 +418,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, d
 
 
 def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tensor:
-    """Half the squared error, the larger of unclipped and clipped to old_values +- clip; sum over mask / denom."""
+    """Half the squared error, or that of values clipped to old_values +- clip if larger. Sum over mask / denom."""
     mask = mask.bool()
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     losses = (values - returns).square()
@@ -436,7 +432,7 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature) at `targets`, and its entropy: [n, d], [V, d], [n] -> [n], [n].
 
-    In chunks, but with the result of these lines, whose logits [n, V] may take more memory than the model:
+    In chunks, with the result of these lines, whose logits [n, V] may take more memory than the model:
         logprobs = F.log_softmax((hidden @ weight.T).float() / temperature, dim=-1)
         return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
     """
@@ -448,19 +444,16 @@ def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Te
 
 @dataclass
 class Experience:
-    """What an iteration knows of its N samples: tensors [N, T] or [N], on one device apart from cpu_*.
-
-    `experience[rows]` are some samples, cropped to the longest; `concatenate` joins several.
-    """
+    """What an iteration knows of its N samples. `experience[rows]` are some of them, cropped to the longest."""
 
     tokens: Tensor
     mask: Tensor  # [N, T] bool: sampled by the actor
     logprobs: Tensor  # [N, T] of the sampler
     rewards: Tensor  # [N, T]
     lengths: Tensor  # [N]
-    truncated: Tensor  # [N] bool: cut by length or truncated by the environment
-    cpu_lengths: Tensor  # [N] lengths on the CPU, so that shapes are known without waiting for the device
-    cpu_counts: Tensor  # [N] sampled tokens, mask.sum(1), on the CPU
+    truncated: Tensor  # [N] bool
+    cpu_lengths: Tensor  # [N] lengths and sampled tokens, on the CPU: to
+    cpu_counts: Tensor  # know shapes without waiting for the device
     old_logprobs: Tensor | None = None  # [N, T], as all up to returns; 0 outside the mask
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
@@ -483,9 +476,9 @@ class Experience:
         return len(self.cpu_lengths)
 
     def __getitem__(self, rows: slice | Tensor) -> Experience:
-        """`rows`: a slice, which copies nothing, or indices [n] on the CPU."""
+        """`rows`: a slice, or indices [n] on the CPU."""
         lengths = self.cpu_lengths[rows]
-        if len(lengths) == 0:  # FSDP's calls are collective: a rank without rows computes a blank one
+        if len(lengths) == 0:  # FSDP's calls are collective: a rank without rows computes a blank row
             return self.map(lambda x: x.new_zeros(1, *[2] * (x.ndim - 1)))
         T = int(lengths.max())
         on_device = rows if isinstance(rows, slice) else rows.to(self.tokens.device)
@@ -547,10 +540,11 @@ def last_values(critic: Transformer, mb: Experience) -> Tensor:
 
 @torch.no_grad()
 def score(model: Transformer | None, experience: Experience, function, ranks: Ranks, args: Args) -> Tensor:
-    """`function(model, microbatch)` [N, T] for this rank's share of the rows; 0 for other rows or without a model."""
+    """`function(model, microbatch)` [N, T] for this rank's share of rows; 0 elsewhere, or without a model."""
     out = torch.zeros(experience.tokens.shape, device=experience.tokens.device)
-    samples = torch.arange(len(experience) if model else 0)
-    for rows in microbatches(samples, experience.cpu_lengths, ranks, args.micro_batch_tokens):
+    if model is None:
+        return out
+    for rows in microbatches(torch.arange(len(experience)), experience.cpu_lengths, ranks, args.micro_batch_tokens):
         result = function(model, experience[rows])
         if len(rows):
             out[rows.to(out.device), : result.shape[1]] = result
@@ -558,10 +552,7 @@ def score(model: Transformer | None, experience: Experience, function, ranks: Ra
 
 
 def shuffled_minibatches(experience: Experience, ranks: Ranks, args: Args, iteration: int, epoch: int):
-    """Yields (number of sampled tokens, this rank's microbatches) of each minibatch, in another order every epoch.
-
-    The order is a function of (seed, iteration, epoch): there is no generator state to save.
-    """
+    """Yields (sampled tokens, this rank's microbatches). The order is a function of (seed, iteration, epoch)."""
     generator = torch.Generator().manual_seed(((args.seed * 1_000_003 + iteration) * 1_000_003 + epoch) % 2**63)
     # FORK: which samples make a minibatch.
     for rows in torch.randperm(len(experience), generator=generator).split(args.train_batch_size):
@@ -577,7 +568,7 @@ def linear_schedule(first: float, end_fraction: float, step: int, total_steps: i
 
 
 def read_step(parts: list[dict], grad_norm: Tensor, n_tokens: int, ranks: Ranks) -> dict[str, float]:
-    """Numbers of a minibatch: sums over microbatches and ranks of `parts` {name: tensor}, of dev_max the maximum."""
+    """Sums of `parts` {name: tensor} over microbatches and ranks, of dev_max the maximum."""
     table = torch.stack([torch.stack([x.detach().double() for x in part.values()]) for part in parts])
     sums, peaks = ranks.sum(table.sum(0)), ranks.max(table.amax(0))  # [names]
     numbers = torch.stack([sums, peaks, full(grad_norm).expand_as(sums)]).tolist()  # the host waits, once a step
@@ -597,14 +588,14 @@ def optimizer_step(optimizer: torch.optim.Optimizer, step: dict) -> None:
 
 
 def train(args: Args) -> dict:
-    """Run PPO; returns what summary.json holds. Raises UserError for what the user can fix."""
+    """Run PPO; returns what summary.json holds. Raises UserError."""
     with contextlib.ExitStack() as stack:  # closes the run folder whatever happens
         return ppo(args, stack)
 
 
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     # --- Ranks, environments, models (None on ranks that do not hold them), run folder
-    plan = validate(args, int(os.environ.get("WORLD_SIZE", 1)))
+    plan = validate(args, WORLD_SIZE)
     world, actors, critics, dtype = connect(args)
     device, N = world.device, plan.samples_per_iteration
     envs, eval_envs = make_envs(args, N, world), make_envs(args, args.eval_episodes, world, evaluation=True)
@@ -628,21 +619,18 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         return sampled_logprobs(model, mb, args.temperature)[0]
 
     while state.iteration < args.num_iterations and not interrupt:
-        iteration, evaluation = state.iteration, {}
-        if args.eval_every and iteration > 0 and iteration % args.eval_every == 0:
-            results = evaluate(sample, eval_envs, args, iteration)
-            evaluation = {f"eval/{name}": x for name, x in results.items()}
-        clock = [time.time()]  # ends of phases; each is where the host waits for the device anyway
+        iteration = state.iteration
+        clock = [time.time()]  # ends of phases; there the host waits for the device anyway
 
-        # --- Rollout: the current actor samples. Every rank plays some of the episodes and gets all of them
+        # --- Rollout: every rank plays some of the episodes and gets all of them
         seeds = [state.prompts + i // args.n_samples_per_prompt for i in range(N)]
         batch = sample(envs, seeds, args, iteration)
         experience = Experience.from_rollout(batch, device)
         mask = experience.mask
         clock.append(time.time())
 
-        # --- Old log-probs, reference log-probs and values: recorded before the first update, then frozen. 0 without a
-        # model; the first ratio is 1 since the same forward computes the new log-probs
+        # --- Old log-probs, reference log-probs and values: recorded before the first update, then frozen. The first
+        # ratio is 1, since the same forward computes the new log-probs
         old_logprobs = score(actor if args.recompute_old_logprobs else None, experience, logprobs_of, actors, args)
         ref_logprobs = score(reference, experience, logprobs_of, actors, args)
         values = score(critic, experience, sampled_values, critics, args)
@@ -664,21 +652,21 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         if args.kl_in == "reward":
             rewards -= args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
 
-        # --- Advantages, whitened over the rollout (returns are not)
+        # --- Advantages, whitened over the rollout; returns are not
         # FORK: advantages.
         bootstrap = bootstrap.sum(1) * experience.truncated  # [N], 0 without --bootstrap-truncated
         advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
         advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
-        if advantage_std >= 1e-6:  # else only rounding errors would be blown up
+        if advantage_std >= 1e-6:  # else only rounding errors would grow
             advantages = masked_whiten(advantages, mask)
-        if args.rollout_is_cap:  # truncated importance weights: the sampler is not quite the old policy
+        if args.rollout_is_cap:  # truncated importance weights
             advantages *= (old_logprobs - experience.logprobs).exp().clamp(max=args.rollout_is_cap)
         experience = dataclasses.replace(
             experience, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values, returns=returns,
             advantages=advantages, scores=scores, kl=(old_logprobs - ref_logprobs).sum(1))
         clock.append(time.time())
 
-        # --- Critic epochs. What the actor's loss needs is frozen: it does not matter who is updated first
+        # --- Critic epochs. What the actor needs is frozen: the order does not matter
         critic_steps = []  # numbers of each optimizer step
         for epoch in range(args.critic_epochs if critic else 0):
             for n_tokens, minibatch in shuffled_minibatches(experience, critics, args, iteration, epoch):
@@ -736,8 +724,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             lerp_weights(reference, actor, args.ref_sync_alpha)
 
         # --- Diagnosis, logging, saving
-        actor_steps = gather(actor_steps, world)[0]  # the first rank always trains the actor,
-        critic_steps = gather(critic_steps, world)[-1]  # the last one the critic
+        actor_steps = world.gather(actor_steps)[0]  # the first rank always trains the actor,
+        critic_steps = world.gather(critic_steps)[-1]  # the last one the critic
         signals = ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, actors, world, args)
         signals |= {"phase": "critic_warmup" if warmup else "train", "planned": plan.update_steps,
                     "early_stop": bool(args.target_kl) and not warmup and len(actor_steps) < plan.update_steps,
@@ -745,12 +733,12 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         diagnosis = diagnose_ratio(signals)
         clock.append(time.time())
         state.advance(args, actor_steps, critic_steps)
-        row = metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, world)
-        run.log(row | evaluation, batch, experience, diagnosis)
+        row = metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock)
+        run.log(row, batch, experience, diagnosis)
         first_update = state.actor_steps == len(actor_steps)
         if first_update and diagnosis.cause == "forward_mismatch" and signals["first_dev"] > 1e-2:
             raise UserError(f"the first ratio is off: {diagnosis.advice} ({diagnosis.evidence})")
-        interrupt = max(gather(max(signals_received, default=0), world))
+        interrupt = max(world.gather(max(signals_received, default=0)))
         at_end = state.iteration == args.num_iterations
         if interrupt or (args.save_every and (at_end or state.iteration % args.save_every == 0)):
             save_checkpoint(run, trained, state, args, world)
@@ -768,7 +756,7 @@ def main() -> None:
         train(tyro.cli(Args, console_outputs=RANK == 0))
     except UserError as error:
         if RANK > 0:
-            time.sleep(5)  # an error of all ranks is said by rank 0 alone: torchrun then ends the others
+            time.sleep(5)  # rank 0 speaks first, then torchrun ends the others
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -780,7 +768,7 @@ def main() -> None:
 
 @dataclass
 class ModelConfig:
-    """Shape of a Llama, Qwen2 or Qwen3 decoder. `raw` is the config.json it came from, written back on export."""
+    """Shape of a Llama, Qwen2 or Qwen3 decoder. `raw` is its config.json, written back on export."""
 
     vocab_size: int
     hidden_size: int
@@ -803,13 +791,13 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: dict) -> ModelConfig:
         """Read a config.json of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
-        kind, heads = raw["model_type"], raw["num_attention_heads"]
+        kind, act, heads = raw["model_type"], raw.get("hidden_act", "silu"), raw["num_attention_heads"]
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ("llama", "qwen2", "qwen3") or raw.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"model_type {kind!r}: must be llama, qwen2 or qwen3, with hidden_act silu")
-        if rope_type not in ("default", "llama3") or raw.get("use_sliding_window"):
-            raise ValueError(f"rope type {rope_type!r}: must be default or llama3, without use_sliding_window")
+        known = kind in ("llama", "qwen2", "qwen3") and rope_type in ("default", "llama3")
+        if not known or act != "silu" or raw.get("use_sliding_window"):
+            raise ValueError(f"{kind!r} with rope {rope_type!r} and {act!r}: must be llama, qwen2 or qwen3 with rope "
+                             "default or llama3 and silu, without use_sliding_window")
         shared = {f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw}
         bias = raw.get("attention_bias", False)  # on q, k, v and o; Qwen2 always has it, on q, k and v
         return cls(**shared | {
@@ -822,12 +810,12 @@ class ModelConfig:
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Rotary frequencies [D / 2] (https://arxiv.org/abs/2104.09864), stretched where Llama 3.1's scaling asks."""
-    exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
-    frequencies, scaling = config.rope_theta**-exponents, config.rope_scaling
+    """Rotary frequencies [D / 2] (https://arxiv.org/abs/2104.09864), low ones stretched as in Llama 3.1."""
+    frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim)
+    scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original context
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / scaling["factor"] + smooth * frequencies
@@ -859,11 +847,11 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(self.k_proj(x).view(B, T, self.Hkv, self.D)), cos, sin)  # [B, T, Hkv, D]
         v = self.v_proj(x).view(B, T, self.Hkv, self.D)
         if cache is None:
-            # Rows start at index 0, so causality alone hides the padding on the right, and fast kernels apply.
+            # Rows start at index 0, so causality alone hides the padding on the right.
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or Hkv, T, D]
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
             return self.o_proj(out.transpose(1, 2).flatten(2))
-        # With a mask, `enable_gqa` takes the slow math kernel: the G query heads of a key head become queries of it.
+        # With a mask enable_gqa is slow: the G query heads of a key head become queries of it instead.
         k, v = cache.update(self.layer, k, v, positions)  # [B, Hkv, S, D]
         q = q.view(B, T, self.Hkv, -1, self.D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -918,7 +906,7 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens, positions=None, cache=None, select=None, targets=None, temperature=1.0):
-        """Logits [B, T, V] of `tokens` [B, T], of the scalar head values [B, T]. The only entry point: FSDP hooks it.
+        """Logits [B, T, V] of `tokens` [B, T], or values [B, T]. The only entry point, which FSDP hooks.
 
         With `select` [n], flat indices into B * T: of these positions alone. With `targets` [n], too: their log-probs
         [n] and the entropy [n]. The rollout passes `positions` [B, T] and its `cache`.
@@ -944,18 +932,18 @@ class Transformer(nn.Module):
             return token_logprobs(x, self.lm_head.weight, targets, temperature)
         if self.head == "lm":
             out = self.lm_head(x)
-        else:  # in fp32: bfloat16 would round values by more than the value clip resolves
-            out = self.score(x.float())[:, 0].clone()  # FSDP wants no view
+        else:  # in fp32: bfloat16 is coarser than the value clip. clone: FSDP wants no view
+            out = self.score(x.float())[:, 0].clone()
         return out if select is not None else out.unflatten(0, tokens.shape)
 
 
 class KVCache:
-    """Keys and values of every layer, [rows, Hkv, S, D] each. Index `size` is scratch: padding is written there."""
+    """Keys and values of every layer, [rows, Hkv, S, D] each. Padding is written to index `size`."""
 
     def __init__(self, config: ModelConfig, rows: int, size: int, dtype=torch.float32, device="cpu"):
         self.size = size
         self.attend = round_up(size + 1)  # S; attention reads the indices below
-        self.rows, self.all_rows = torch.arange(rows, device=device), True  # rows that the next forward is for
+        self.rows, self.all_rows = torch.arange(rows, device=device), True  # rows of the next forward
         shape = (rows, config.num_key_value_heads, self.attend, config.head_dim)
         zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
         self.layers = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
@@ -969,7 +957,7 @@ class KVCache:
         return view
 
     def attention_mask(self, positions: Tensor) -> Tensor:
-        """[B, T, attend], 0 or -inf: a query sees its own position and those before; older samples' text is behind."""
+        """[B, T, attend], 0 or -inf: a query sees its own position and those before."""
         hidden = torch.arange(self.attend, device=positions.device) > positions[..., None]
         return self.layers[0][0].new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
 
@@ -983,12 +971,12 @@ class KVCache:
 
 
 def round_up(n: int) -> int:
-    """To a multiple of 16: few shapes to compile for, and attention masks that are aligned."""
+    """To a multiple of 16: few shapes, aligned masks."""
     return -(-n // 16) * 16
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """`token_logprobs` in chunks of positions. The backward pass computes the logits of a chunk again."""
+    """`token_logprobs` in chunks of positions, whose logits the backward pass computes again."""
 
     @staticmethod
     def chunks(hidden, weight, targets, temperature):
@@ -1014,7 +1002,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, targets, entropy = ctx.saved_tensors
         grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for part, log_p, target in ChunkedLogprobs.chunks(hidden, weight, targets, ctx.temperature):
-            # d logprob / d logits = onehot - p, d entropy / d logits = -p * (log p + entropy). In place, for memory.
+            # d logprob / d logits = onehot - p, d entropy / d logits = -p * (log p + entropy)
             g = grad_logprobs[part, None]
             p = log_p.exp()
             log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(g)
@@ -1025,24 +1013,24 @@ class ChunkedLogprobs(torch.autograd.Function):
 
 
 def hash32(x: Tensor) -> Tensor:
-    """Finalizer lowbias32 (https://github.com/skeeto/hash-prospector) on int32, whose `>>` keeps the sign: mask."""
+    """lowbias32 (https://github.com/skeeto/hash-prospector) on int32, whose `>>` keeps the sign: mask."""
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
     x = (x ^ (x >> 15 & 0x1FFFF)) * -0x7B935975  # 0x846CA68B as int32; products wrap
     return x ^ (x >> 16 & 0xFFFF)
 
 
 def sample_keys(seed: int, iteration: int, sample_ids, device="cpu") -> Tensor:
-    """One key [N] for each sample of an iteration, so that its text depends neither on batch and slot, nor on ranks."""
+    """A key [N] for each sample: its text depends on neither batch, slot nor rank."""
     seed, iteration, ids = (torch.tensor(x, device=device).to(torch.int32) for x in (seed, iteration, list(sample_ids)))
     return hash32(hash32(hash32(seed) ^ iteration) ^ ids)
 
 
 def sampling_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
-    """`torch.empty(B, V).exponential_()`, but a pure function of sample key [B], token index [B] and vocabulary id."""
-    token_keys = hash32(hash32(keys ^ 0x5851F42D) ^ index.to(torch.int32))  # any constant will do
+    """Exponential noise [B, V], a pure function of sample key [B], token index [B] and vocabulary id."""
+    token_keys = hash32(hash32(keys ^ 0x5851F42D) ^ index.to(torch.int32))
     ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
     x = hash32(hash32(ids ^ keys[:, None]) ^ token_keys[:, None])  # [B, V]
-    # 31 bits: with 24 alone u rounds to 1, and rare tokens are drawn too often.
+    # 31 bits: with 24 u may round to 1, and rare tokens would be drawn too often.
     u = ((x >> 1) & 0x7FFFFFFF).float().add(0.5).mul(2**-31).clamp(max=1 - 2**-24)
     return -torch.log1p(-u)
 
@@ -1055,7 +1043,7 @@ class HFTokenizer:
 
     def __init__(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None):
         self.folder = Path(folder)
-        with rephrase(f"{folder}: transformers cannot load its tokenizer.json and tokenizer_config.json"):
+        with rephrase(f"{folder}: cannot load tokenizer.json and tokenizer_config.json"):
             self.hf = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         stop_ids = {self.hf.eos_token_id}
         for name in ("config.json", "generation_config.json"):
@@ -1064,7 +1052,7 @@ class HFTokenizer:
         self.stop_ids = sorted(stop_ids - {None})
         if not self.stop_ids:
             raise UserError(f"{folder}: no eos token in config.json, generation_config.json or tokenizer_config.json")
-        self.eos_id = self.stop_ids[0] if self.hf.eos_token_id is None else self.hf.eos_token_id  # of demonstrations
+        self.eos_id = self.stop_ids[0] if self.hf.eos_token_id is None else self.hf.eos_token_id
         self.pad_id = self.eos_id if self.hf.pad_token_id is None else self.hf.pad_token_id
         self.vocab_size = max(*self.hf.get_vocab().values(), *self.stop_ids) + 1
 
@@ -1086,22 +1074,22 @@ class HFTokenizer:
         return self.hf.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """A user turn in the chat template; without one the plain text, after BOS where the tokenizer adds it."""
+        """A user turn in the chat template, or the plain text, after BOS where the tokenizer adds it."""
         if self.hf.chat_template:
             return self.encode(self.render(("user", prompt)))
         return self.encode(prompt, add_special_tokens=True)
 
     def encode_feedback(self, text: str) -> list[int]:
-        """The environment's message after a sampled turn: what the template puts between two turns of the assistant."""
+        """The environment's next message: what the template puts between two turns of the assistant."""
         if self.hf.chat_template:
             whole = self.render(("user", "-"), ("assistant", "<<turn>>"), ("user", text))
             text = whole.partition("<<turn>>")[2]
-            for stop_id in self.stop_ids:  # the actor has sampled the end of its turn itself
+            for stop_id in self.stop_ids:  # the actor has sampled it
                 text = text.removeprefix(self.hf.convert_ids_to_tokens(stop_id) or "")
         return self.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Text without special tokens and unknown ids."""
+        """Text without special tokens."""
         return self.hf.decode(ids, skip_special_tokens=True)
 
 
@@ -1116,57 +1104,52 @@ def load_config(folder: str | Path) -> ModelConfig:
 
 
 def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm") -> tuple[Transformer, ModelConfig]:
-    """Load config.json and safetensors, single or sharded. Raises UserError naming file or tensor."""
+    """Load config.json and safetensors, single or sharded. Raises UserError."""
     config = load_config(path)
     model = materialize(on_meta(config, head).to(dtype), device)
     load_weights(model, path)
     return model, config
 
 
-@torch.no_grad()
 def load_weights(model: Transformer, folder: str | Path) -> None:
-    """Fill `model`, which may be sharded, tensor by tensor. A scalar head that the files lack starts from zeros."""
-    missing, files = dict(model.named_parameters()), ["model.safetensors"]
-    unused = {"lm_head.weight", "score.weight"} - missing.keys()  # other head, or tied to the embedding
-    index = Path(folder, "model.safetensors.index.json")
-    if index.is_file():
-        with rephrase(f"{index}: has no weight_map"):
-            files = sorted(set(read_json(index)["weight_map"].values()))
-    for file in files:
-        path = Path(folder, file)
-        with rephrase(f"{path}: missing, corrupt or of another model"), safetensors.safe_open(path, "pt") as tensors:
-            for name in tensors.keys():
-                if name not in unused and not name.endswith("rotary_emb.inv_freq"):
-                    fill(missing.pop(name), tensors.get_tensor(name), name)
-    if "score.weight" in missing:
-        missing.pop("score.weight").zero_()
-    if missing:
-        raise UserError(f"{folder}: tensors are missing: {', '.join(missing)}")
+    """Fill `model`, which may be sharded. A scalar head that the files lack starts from zeros."""
+    if model.head == "scalar":
+        nn.init.zeros_(model.score.weight)
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    read_tensors(tensors, folder, {"score.weight"} | {"lm_head.weight"} - tensors.keys())
+
+
+def read_tensors(tensors: dict[str, Tensor], folder: str | Path, optional: set = frozenset()) -> None:
+    """Fill `tensors`, which may be sharded, from safetensors. Raises UserError if other names or shapes are there."""
+    with rephrase(f"{folder}: safetensors are missing, corrupt or of another model"):
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        sizes = {name: x.size for name, x in reader.read_metadata().state_dict_metadata.items()}
+        differ = {name for name, _ in sizes.items() ^ {name: x.shape for name, x in tensors.items()}.items()}
+        differ = sorted(name for name in differ - optional if "rotary_emb" not in name)
+        if differ:
+            raise ValueError(f"other names or shapes: {', '.join(differ)}")
+        dcp.load({name: x for name, x in tensors.items() if name in sizes}, storage_reader=reader, no_dist=True)
 
 
 def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTokenizer, path: str | Path) -> None:
-    """Write a folder that transformers can load, in place of an earlier one. All ranks of a sharded model call it."""
+    """Write a folder that transformers can load. All ranks of a sharded model call it."""
     weights = {name: full(p.detach()).cpu().contiguous() for name, p in model.named_parameters()}
     if RANK > 0:
         return
-    path, partial = Path(path), Path(f"{path}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    tokenizer.hf.save_pretrained(partial)
+    path = Path(path)
+    tokenizer.hf.save_pretrained(path)
     if (tokenizer.folder / "generation_config.json").is_file():
-        shutil.copy(tokenizer.folder / "generation_config.json", partial)
-    safetensors.torch.save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        shutil.copy(tokenizer.folder / "generation_config.json", path)
+    safetensors.torch.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     dtype = str(weights["model.norm.weight"].dtype).removeprefix("torch.")
-    raw = config.raw | {"dtype" if "dtype" in config.raw else "torch_dtype": dtype}  # of transformers 5 or 4
-    (partial / "config.json").write_text(json.dumps(raw, indent=2))
-    shutil.rmtree(path, ignore_errors=True)
-    partial.rename(path)
+    (path / "config.json").write_text(json.dumps(config.raw | {"torch_dtype": dtype, "dtype": dtype}, indent=2))
 
 
 # === 7. Text environments ===
 # gymnasium.Env with text as observation and action: reset(seed=...) -> (prompt, info), step(response) -> (text, reward,
-# terminated, truncated, info). A seed always gives the same prompt. info["demonstration"] of reset, a good response,
-# feeds the warm start; info["success"] of the last step counts for accuracy.
-# FORK: write yours like these two and pass --env-id my_module:MyEnv-v0; nothing else has to change.
+# terminated, truncated, info). A seed always gives the same prompt. info["demonstration"] of reset serves the warm
+# start, info["success"] of the last step accuracy.
+# FORK: write yours like these two and pass --env-id my_module:MyEnv-v0.
 
 
 class SortDigits(gym.Env):
@@ -1226,7 +1209,7 @@ gym.register("GSM8K-v0", entry_point=GSM8K)
 
 @functools.cache
 def env_threads() -> multiprocessing.pool.ThreadPool:
-    """512 threads that call environments side by side. They are daemons: a hung environment does not block exit."""
+    """Threads that call environments side by side. A hung one does not block exit."""
     pool = multiprocessing.pool.ThreadPool(512)
     atexit.register(pool.terminate)
     return pool
@@ -1264,12 +1247,12 @@ def reset(env: gym.Env, seed: int, args: Args) -> tuple[str, dict]:
 
 def make_envs(args: Args, samples: int, world: Ranks, evaluation: bool = False) -> list[gym.Env]:
     """This rank's environments for a rollout of `samples`. Raises UserError."""
-    kwargs = json.loads(args.env_kwargs)
-    if evaluation:
-        kwargs |= {"split": "test"} if args.env_id == "SortDigits-v0" else {}
-        kwargs |= json.loads(args.eval_env_kwargs)
-    count = envs_needed(args, -(-samples // world.size))
-    with rephrase(f"--env-id {args.env_id} with arguments {json.dumps(kwargs)}"):
+    with rephrase(f"--env-id {args.env_id} with {args.env_kwargs}, --eval-env-kwargs {args.eval_env_kwargs}"):
+        kwargs = dict(**json.loads(args.env_kwargs))
+        if evaluation:
+            kwargs |= {"split": "test"} if args.env_id == "SortDigits-v0" else {}
+            kwargs |= dict(**json.loads(args.eval_env_kwargs))
+        count = envs_needed(args, -(-samples // world.size))
         return [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
 
 
@@ -1368,19 +1351,19 @@ def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, a
 # === 9. Ranks, sharding, building the models ===
 
 RANK = int(os.environ.get("RANK", 0))
-TIMEOUT = datetime.timedelta(hours=2)  # rollouts may differ in length; torchrun detects dead ranks immediately
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 SFT_BATCH_SIZE = 256  # demonstrations per supervised step
 DEFAULTS = {  # without --model, with --model
     "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (100, 0), "sft_lr": (1.3e-3, 1e-5),
     "actor_lr": (3e-4, 1e-6), "critic_lr": (5e-4, 1e-5), "kl_coef": (0.0, 0.01),
 }
 AT_MOST_1 = ("gamma", "gae_lambda", "lr_end", "ref_sync_alpha", "clip_low")
-MAY_BE_0 = set("seed critic_ranks sft_steps sft_lr actor_lr critic_lr lr_end critic_warmup_iterations gamma gae_lambda "
-               "entropy_coef kl_coef ref_sync_every missing_eos_penalty eval_every save_every".split())
+MAY_BE_0 = ("seed", "sft_steps", "sft_lr", "actor_lr", "critic_lr", "lr_end", "gamma", "gae_lambda", "kl_coef",
+            "save_every")  # fmt: skip; and flags whose default is 0
 
 
 class UserError(ValueError):
-    """An error the user can fix: shown as one line without a traceback, exit code 2."""
+    """An error the user can fix: one line, exit code 2."""
 
     def __str__(self):
         return " ".join(super().__str__().split())
@@ -1398,9 +1381,9 @@ def rephrase(what: str):
 
 
 def print0(text: str) -> None:
-    """Print on rank 0, without breaking the progress bar."""
+    """Print on rank 0."""
     if RANK == 0:
-        tqdm.write(text)
+        print(text, flush=True)
 
 
 def validate(args: Args, world_size: int = 1) -> Plan:
@@ -1408,23 +1391,20 @@ def validate(args: Args, world_size: int = 1) -> Plan:
     for name, (embedded, with_model) in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, with_model if args.model else embedded)
-    if args.critic_epochs is None:
-        args.critic_epochs = args.ppo_epochs
+    args.critic_epochs = args.ppo_epochs if args.critic_epochs is None else args.critic_epochs
     args.kl_estimator = args.kl_estimator or {"reward": "k1", "loss": "k3"}[args.kl_in]
     for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')} {value}"
+        may_be_0 = name in MAY_BE_0 or getattr(Args, name) == 0
         high = 1 if name in AT_MOST_1 else 2**31 - 1
-        if type(value) in (int, float) and not (0 < value <= high or (value == 0 and name in MAY_BE_0)):
-            raise UserError(f"{flag}: must be {'at least' if name in MAY_BE_0 else 'above'} 0 and at most {high}")
-        if name.endswith("env_kwargs"):
-            with rephrase(f"{flag}: must be a JSON object "):
-                dict(**json.loads(value))
+        if type(value) in (int, float) and not (0 < value <= high or (value == 0 and may_be_0)):
+            low = "at least" if may_be_0 else "above"
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be {low} 0 and at most {high}")
     for wrong, text in [
-        (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl-estimator k1: with --kl-in loss use k2 or k3; the "
+        (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl-estimator k1: use k2 or k3 with --kl-in loss, the "
          "gradient of k1 is 0 on average"),
         (args.dual_clip and args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: must be above 1"),
         (args.rollout_is_cap and not args.recompute_old_logprobs, "--rollout-is-cap: needs --recompute-old-logprobs"),
-        (args.ref_sync_every and not args.kl_coef, "--ref-sync-every: needs a reference: --kl-coef above 0"),
+        (args.ref_sync_every and not args.kl_coef, "--ref-sync-every: needs --kl-coef above 0"),
         (args.critic_ranks >= world_size, f"--critic-ranks {args.critic_ranks}: must leave one of {world_size} ranks"),
         (args.resume == "auto" and not args.run_name, "--resume auto: needs --run-name"),
     ]:
@@ -1440,7 +1420,7 @@ class Ranks:
         self.index = ranks.index(RANK) if RANK in ranks else None  # None: not a member
         self.device, self.size, self.group, self.mesh = device, len(ranks), None, None
         if dist.is_initialized():  # all ranks make groups and meshes together, members or not
-            self.group = dist.new_group(list(ranks), timeout=TIMEOUT)
+            self.group = dist.new_group(list(ranks), timeout=datetime.timedelta(hours=2))  # rollouts may take long
             self.mesh = dist.DeviceMesh(device.type, list(ranks))
 
     def sum(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
@@ -1452,60 +1432,66 @@ class Ranks:
     def max(self, x: Tensor) -> Tensor:
         return self.sum(x, dist.ReduceOp.MAX)
 
+    def gather(self, value) -> list:
+        """`value` of every rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
 
 def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, torch.dtype]:
     """Join the other processes. Returns world, actor's and critic's ranks, and the dtype of forward passes."""
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # many shapes would fragment the memory
     use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = torch.device("cpu")
     if use_cuda:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # many shapes would fragment the memory
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         with rephrase(f"--device {args.device}: there is no {device}"):
             torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for every new shape
-    bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and use_cuda)
     if args.compile == "auto":
         args.compile = "on" if use_cuda else "off"
-    size, store = int(os.environ.get("WORLD_SIZE", 1)), dist.HashStore()
+    bf16 = args.dtype == "bfloat16" or (args.dtype == "auto" and use_cuda)
+    store = dist.HashStore()
     if "RANK" in os.environ:
         store = next(dist.rendezvous("env://"))[0]
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it keeps the addresses of the last attempt
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     if "RANK" in os.environ or bf16:  # FSDP2 serves one process, too, for mixed precision
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
-        dist.init_process_group(backend, store=store, rank=RANK, world_size=size, timeout=TIMEOUT)
-    split = size - args.critic_ranks
-    world, actors = Ranks(range(size), device), Ranks(range(split), device)
-    critics = Ranks(range(split, size), device) if args.critic_ranks else actors
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    split = WORLD_SIZE - args.critic_ranks
+    world, actors = Ranks(range(WORLD_SIZE), device), Ranks(range(split), device)
+    critics = Ranks(range(split, WORLD_SIZE), device) if args.critic_ranks else actors
     return world, actors, critics, torch.bfloat16 if bf16 else torch.float32
 
 
 def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: int) -> list[Tensor]:
     """This rank's microbatches of `samples` [n], equally many on every rank (some may be empty). All on the CPU.
 
-    Samples are sorted by length and dealt to the ranks in turn; a microbatch is full when rows x longest would exceed
-    `token_budget`, or its padding a sixteenth of it.
+    Longest first, a sample goes to the rank with the fewest tokens. A microbatch is full when rows x longest would
+    exceed the budget, or padding a sixteenth of it.
     """
-    order = samples[lengths[samples].argsort(descending=True, stable=True)]
-    sizes, parts = lengths.tolist(), []
-    for rank in range(ranks.size):
-        groups, padding = [], 0
-        for row in order[rank :: ranks.size].tolist():
-            padding += sizes[groups[-1][0]] - sizes[row] if groups else 0
-            fits = groups and (len(groups[-1]) + 1) * sizes[groups[-1][0]] <= token_budget
-            if fits and padding <= token_budget // 16:
-                groups[-1].append(row)
-            else:
-                groups.append([row])
-                padding = 0
-        parts.append(groups)
-    mine = parts[ranks.index] if parts else []
+    sizes, parts, loads = lengths.tolist(), [[] for _ in range(ranks.size)], [0] * ranks.size
+    longest, padding = [0] * ranks.size, [0] * ranks.size
+    for row in samples[lengths[samples].argsort(descending=True, stable=True)].tolist():
+        rank = loads.index(min(loads))
+        loads[rank] += sizes[row]
+        padding[rank] += longest[rank] - sizes[row]
+        group = parts[rank][-1] if parts[rank] else []
+        if group and (len(group) + 1) * longest[rank] <= token_budget and padding[rank] <= token_budget // 16:
+            group.append(row)
+        else:
+            parts[rank].append([row])
+            longest[rank], padding[rank] = sizes[row], 0
+    mine = parts[ranks.index]
     mine += [[]] * (max(map(len, parts)) - len(mine))
     return [torch.tensor(rows, dtype=torch.int64) for rows in mine]
 
 
 def on_meta(config: ModelConfig, head: str = "lm") -> Transformer:
-    """A model without memory: it is sharded first, then `materialize` allocates it."""
+    """A model without memory: it is sharded first, then materialized."""
     with torch.device("meta"):
         return Transformer(config, head)
 
@@ -1546,34 +1532,27 @@ def full(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def fill(target: Tensor, whole: Tensor, name: str) -> None:
-    """Copy a whole tensor into a parameter of which this rank may hold a part. No communication."""
-    if target.shape != whole.shape:
-        raise ValueError(f"{name} has shape {[*whole.shape]}, the model {[*target.shape]}")
-    whole = whole.to(target.device, target.dtype)
-    if isinstance(target, DTensor):
-        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(whole)
-
-
 @torch.no_grad()
 def copy_weights(source, target, sources: Ranks, ranks: Ranks, skip=()) -> None:
     """Copy model `source`, sharded over `sources`, to `target`, tensor by tensor, but for the names to `skip`.
 
     All `ranks` call it, with None for a model they do not hold. Raises ValueError if names differ.
     """
-    old = dict(source.named_parameters()) if source else {}
-    new = dict(target.named_parameters()) if target else {}
+    old, new = (dict(model.named_parameters()) if model else {} for model in (source, target))
     only_one = (old.keys() ^ new.keys()) - set(skip)
     if source and target and only_one:
         raise ValueError(f"cannot copy weights that only one model has: {sorted(only_one)}")
     for name in [name for name in new or old if name not in skip]:
         like = (new or old)[name]
-        whole = full(old[name]).to(like.dtype) if source else torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        if source:
+            whole = full(old[name]).to(like.dtype)
         if sources.size < ranks.size:
             dist.broadcast(whole, src=0)
+        if isinstance(like, DTensor):
+            whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
         if target:
-            fill(like, whole, name)
+            like.copy_(whole)
 
 
 @torch.no_grad()
@@ -1589,8 +1568,8 @@ def embedded_model(args: Args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     tokenizer = HFTokenizer.from_texts([f"{prompt}{info.get('demonstration', '')}" for prompt, info in resets])
     config = ModelConfig.from_hf({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": tokenizer.vocab_size,
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-        "rms_norm_eps": 1e-6, "max_position_embeddings": args.max_prompt_tokens + args.max_new_tokens,
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": args.max_prompt_tokens + args.max_new_tokens,
         "bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id,
     })
     torch.manual_seed(args.seed)
@@ -1602,9 +1581,9 @@ def embedded_model(args: Args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
 
 
 def build_models(args: Args, env, eval_env, world: Ranks, actors: Ranks, critics: Ranks, dtype):
-    """Tokenizer and (actor, critic, reference, sampler), None where this rank does not hold one.
+    """Tokenizer and (actor, critic, reference, sampler), None where this rank holds none.
 
-    Models are sharded before they have memory. The sampler, in the dtype of forward passes, is whole on every rank.
+    The sampler, in the dtype of forward passes, is whole on every rank.
     """
     if args.model:
         config, tokenizer = load_config(args.model), HFTokenizer(args.model)
@@ -1642,13 +1621,12 @@ def build_models(args: Args, env, eval_env, world: Ranks, actors: Ranks, critics
 
 def make_optimizer(model: Transformer | None) -> torch.optim.AdamW | None:
     """AdamW for the parameters that train. It allocates its moments at the first step."""
-    if model is None:
-        return None
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.0, fused=True)
+    if model:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.0, fused=True)
 
 
 def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: Args, actors: Ranks) -> None:
-    """Supervised steps on the environment's demonstrations, with an optimizer of their own."""
+    """Supervised steps on the environment's demonstrations."""
     if args.sft_steps == 0 or "demonstration" not in reset(env, 0, args)[1]:
         return print0("warm start: none")
     optimizer = make_optimizer(actor)
@@ -1657,9 +1635,10 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: A
         for seed in range(i * SFT_BATCH_SIZE, (i + 1) * SFT_BATCH_SIZE):
             prompt, info = env.reset(seed=seed)
             answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id][: args.max_new_tokens]
-            episodes.append(Episode(env, f"seed {seed}"))
-            episodes[-1].begin(prompt, tokenizer, args)
-            episodes[-1].extend(answer, [0.0] * len(answer))
+            episode = Episode(env, f"seed {seed}")
+            episode.begin(prompt, tokenizer, args)
+            episode.extend(answer, [0.0] * len(answer))
+            episodes.append(episode)
         batch = Experience.from_rollout(collect(episodes, tokenizer, {}), actors.device)
         n_tokens, parts = int(batch.cpu_counts.sum()), []
         for rows in microbatches(torch.arange(len(batch)), batch.cpu_lengths, actors, args.micro_batch_tokens):
@@ -1672,24 +1651,16 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: A
 
 
 def rollout_on_all_ranks(world: Ranks, sampler, tokenizer, envs, seeds, args, iteration, greedy=False) -> Rollout:
-    """`rollout` of `seeds` [N]: every rank plays a part of consecutive samples and gets all."""
+    """`rollout` of `seeds` [N]: every rank plays some of the samples and gets all."""
     first, last = (len(seeds) * rank // world.size for rank in (RANK, RANK + 1))
     part = None
-    if first < last:  # with fewer episodes than ranks some have none
+    if first < last:  # there may be fewer samples than ranks
         part = rollout(sampler, tokenizer, envs, seeds[first:last], range(first, last), args, iteration, greedy)
-    return concatenate([part for part in gather(part, world) if part])
-
-
-def gather(value, world: Ranks) -> list:
-    """`value` of every rank."""
-    values = [value] * world.size
-    if world.size > 1:
-        dist.all_gather_object(values, value)
-    return values
+    return concatenate([part for part in world.gather(part) if part])
 
 
 def evaluate(sample, envs: list, args: Args, iteration: int) -> dict[str, float]:
-    """Means over the evaluation episodes, sampled at temperature 1 (the policy PPO trains), and greedy accuracy."""
+    """Means over the evaluation episodes, sampled at temperature 1, and greedy accuracy."""
     args, N = dataclasses.replace(args, temperature=1.0), args.eval_episodes
     sampled = sample(envs, range(N), args, -1 - iteration)  # negative: other noise than in training
     greedy = sample(envs, range(N), args, -1 - iteration, greedy=True)
@@ -1705,7 +1676,7 @@ class TrainState:
     """What one iteration leaves to the next, besides weights and moments."""
 
     iteration: int = 0  # iterations done
-    prompts: int = 0  # prompts used, the seed of the next one
+    prompts: int = 0  # prompts used; seed of the next one
     actor_steps: int = 0  # skipped ones included
     critic_steps: int = 0
     skipped_in_a_row: list = field(default_factory=lambda: [0, 0])  # of actor and critic
@@ -1726,7 +1697,7 @@ class TrainState:
 
 
 def catch_signals(stack: contextlib.ExitStack) -> list[int]:
-    """SIGTERM and Ctrl-C go into a list: the run ends after the current iteration, with a checkpoint."""
+    """Collect SIGTERM and Ctrl-C: they end the run after the current iteration, with a checkpoint."""
     received = []
 
     def handle(signum, frame):
@@ -1744,7 +1715,7 @@ class RunFolder:
     def __init__(self, args: Args, state: TrainState, world: Ranks):
         self.args, self.state, self.started, self.summary = args, state, time.monotonic(), {}
         name = f"{args.env_id.split(':')[-1]}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.path, resumed = Path(args.log_dir, args.run_name or gather(name, world)[0]), args.resume == "auto"
+        self.path, resumed = Path(args.log_dir, args.run_name or world.gather(name)[0]), args.resume == "auto"
         if args.resume and Path(args.resume, "checkpoints").is_dir():
             self.path, resumed = Path(args.resume), True
         if RANK > 0:
@@ -1758,7 +1729,6 @@ class RunFolder:
         for name, file in self.files.items():
             file.truncate(min(state.bytes.get(name, 0), file.tell()))  # the rest will be written again
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
-        self.bar = tqdm(total=args.num_iterations, initial=state.iteration, desc="PPO", unit="it", dynamic_ncols=True)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -1773,7 +1743,7 @@ class RunFolder:
         """Report an iteration: metrics.jsonl, completions.jsonl, TensorBoard, terminal."""
         if RANK > 0:
             return
-        i, cause = row["iteration"], diagnosis.cause
+        i, N, cause = row["iteration"], self.args.num_iterations, diagnosis.cause
         self.append("metrics", row | {"ratio/diagnosis": cause})
         for name, value in row.items():
             if isinstance(value, int | float):
@@ -1783,53 +1753,49 @@ class RunFolder:
                 "step": i, "prompt": batch.prompts[k], "response": batch.texts[k], "stop": batch.stop[k],
                 "reward": float(experience.scores[k]), "n_tokens": int(experience.cpu_counts[k]),
                 "kl": float(experience.kl[k])})
-        if i % max(1, self.args.num_iterations // 5) == 0:
-            print0(f"       {batch.prompts[0]!r:.80} -> {batch.texts[0]!r:.200} (reward {experience.scores[0]:g})")
+        if i % max(1, N // 5) == 0:
+            print0(f"  {batch.prompts[0]!r:.80} -> {batch.texts[0]!r:.200} (reward {experience.scores[0]:g})")
         if cause and cause != self.state.last_cause:
-            print0(f"iteration {i + 1}: ratio: {cause}: {diagnosis.advice} ({diagnosis.evidence})")
+            print0(f"  ratio: {cause}: {diagnosis.advice} ({diagnosis.evidence})")
         self.state.last_cause = cause
-        print0(f"{i + 1:>5}: reward {row['objective/reward']:.3f}, accuracy {row['objective/accuracy']:.1%}, "
+        print0(f"{i + 1}/{N}: reward {row['objective/reward']:.3f}, accuracy {row['objective/accuracy']:.1%}, "
                f"{row['objective/response_tokens']:.1f} tokens, max|ratio-1| {row['ratio/last_dev']:.2g}, "
-               f"KL {row.get('objective/kl', 0.0):.4f}, {row['time/iteration']:.2f} s")
-        self.bar.update()
+               f"KL {row['objective/kl'] or 0:.4f}, {row['time/iteration']:.2f} s")
 
     def print_results(self, when: str, results: dict) -> None:
         self.summary[f"eval_{when}"] = results
-        print0(f"accuracy {when} PPO: {results['accuracy']:.1%} sampled at temperature 1, "
-               f"{results['greedy_accuracy']:.1%} greedy")
+        print0(f"accuracy {when} PPO: {results['accuracy']:.1%} sampled, {results['greedy_accuracy']:.1%} greedy")
 
     def __exit__(self, kind, error, traceback) -> None:
         status = {None: "completed", SystemExit: "interrupted"}.get(kind, "failed")
         self.summary |= {"status": status, "iterations": self.state.iteration, "update_steps": self.state.actor_steps,
-                         "seconds": time.monotonic() - self.started, "peak_memory_bytes": peak_memory()}
+                         "seconds": time.monotonic() - self.started}
         if RANK == 0:
             (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2))
-            for file in (self.bar, self.writer, *self.files.values()):
+            for file in (self.writer, *self.files.values()):
                 file.close()
 
 
-def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, world) -> dict:
+def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock) -> dict:
     """A line of metrics.jsonl. Means over steps are weighted by tokens; skipped steps do not count."""
     N, mask, seconds = len(experience), experience.mask, clock[-1] - clock[0]
     returns, values = experience.returns[mask], experience.values[mask]
     row = batch.stats | {
-        "iteration": state.iteration - 1, "charts/episodes": state.iteration * N, "ratio/steps": actor_steps,
+        "iteration": state.iteration - 1, "charts/episodes": state.iteration * N,
         "charts/actor_steps": state.actor_steps, "objective/reward": float(experience.scores.mean()),
-        "objective/accuracy": sum(batch.success) / N, "objective/advantage_std": signals["adv_raw_std"],
-        "objective/response_tokens": signals["tokens"] / N,
+        "objective/accuracy": sum(batch.success) / N, "objective/response_tokens": signals["tokens"] / N,
         "objective/entropy": -float(masked_mean(experience.old_logprobs, mask)),
         "objective/truncated": float(experience.truncated.float().mean()),
-        "losses/explained_variance": float(1 - (returns - values).var() / returns.var()),
-        "param/changed_frac": signals["changed_frac"],
-        "param/relative_update": signals["update_norm"] / max(signals["param_norm"], 1e-30),
-        "time/iteration": seconds, "time/ranks": [[t - clock[0] for t in times] for times in gather(clock, world)],
+        "objective/kl": float(experience.kl.mean()) if args.kl_coef else None,
+        "losses/explained_variance": float(1 - (returns - values).var() / returns.var()), "time/iteration": seconds,
         "perf/response_tokens_per_second": signals["tokens"] / seconds,
-        "perf/peak_memory_bytes": max(gather(peak_memory(), world)),
     }
-    if args.kl_coef:
-        row["objective/kl"] = float(experience.kl.mean())
-    if args.recompute_old_logprobs:
-        row["debug/sampler_trainer_logprob_diff"] = signals["sampler_diff"]
+    row |= {f"ratio/{name}": value for name, value in signals.items()}
+    sampler_diff = row.pop("ratio/sampler_diff")  # 0 if the sampler's log-probs are the old ones
+    row["debug/sampler_trainer_logprob_diff"] = sampler_diff if args.recompute_old_logprobs else None
+    row["ratio/steps"] = actor_steps
+    for phase, start, end in zip(("rollout", "score", "critic", "actor", "diagnose"), clock, clock[1:]):
+        row[f"time/{phase}"] = end - start
     for model, steps in (("actor", actor_steps), ("critic", critic_steps)):
         made = [step for step in steps if not step["skipped"]]
         row[f"grad/skipped_{model}"] = len(steps) - len(made)
@@ -1837,10 +1803,6 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, 
         row[f"charts/{model}_lr"] = steps[-1]["lr"] if steps else None
         for name in made[0].keys() - {"tokens", "grad_norm", "skipped", "lr", "dev_max"} if made else ():
             row[f"losses/{name}"] = token_mean(made, name)
-    for name in ("first_dev", "last_dev", "post_dev", "out_of_clip", "signed_t", "early_stop"):
-        row[f"ratio/{name}"] = signals[name]
-    for phase, start, end in zip(("rollout", "score", "critic", "actor", "diagnose"), clock, clock[1:]):
-        row[f"time/{phase}"] = end - start
     return row
 
 
@@ -1853,22 +1815,14 @@ def token_mean(steps: list[dict], name: str) -> float | None:
 def step_table(args, plan) -> str:
     """What an iteration and the run consist of, and the defaults that depend on other flags."""
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
-    kl = f"KL x {args.kl_coef:g} in the {args.kl_in}, {args.kl_estimator}" if args.kl_coef else "none (--kl-coef 0)"
     return f"""\
   rollout    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} = {plan.samples_per_iteration} samples
   critic     then {args.critic_epochs} {batches} = {plan.critic_update_steps} optimizer steps
   actor      then {args.ppo_epochs} {batches} = {plan.update_steps} optimizer steps
-  reference  {kl}
+  reference  KL ({args.kl_estimator}) x {args.kl_coef:g} in the {args.kl_in}
   run        {args.num_iterations} iterations, the first {args.critic_warmup_iterations} for the critic alone: \
 {plan.episodes_total:,} episodes, {plan.actor_steps_total:,} actor and {plan.critic_steps_total:,} critic steps
   defaults   {", ".join(f"{name} {getattr(args, name):g}" for name in DEFAULTS)}"""
-
-
-def peak_memory() -> int:
-    """Bytes: of the GPU if one is in use, else of this process (ru_maxrss counts KiB on Linux)."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:
@@ -1882,21 +1836,18 @@ def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:
 
 
 def save_checkpoint(run: RunFolder, trained: dict, state: TrainState, args: Args, world: Ranks) -> None:
-    """Write checkpoints/iter_<iterations>, which exists only when it is complete.
-
-    Weights and moments of each model are safetensors in a folder of their own, to be read by any number of ranks.
-    """
+    """Write checkpoints/iter_<iterations>, which exists only when complete. Any number of ranks can read it."""
     path = run.path / "checkpoints" / f"iter_{state.iteration:06d}"
     partial = path.with_name("partial")
-    with rephrase(f"{path} cannot be written: make room and --resume the run. Earlier checkpoints are intact"):
+    with rephrase(f"{path} cannot be written, earlier checkpoints are intact; make room and --resume the run"):
         if RANK == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        gather(None, world)  # wait for rank 0
+        world.gather(None)  # wait for rank 0
         for name, (model, optimizer, ranks) in trained.items():
             for kind, tensors in checkpoint_tensors(model, optimizer).items():
                 writer = dcp.HuggingFaceStorageWriter(str(partial / name / kind), save_distributed=True)
                 dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
-        gather(None, world)  # wait for all
+        world.gather(None)  # wait for all
         if RANK > 0:
             return
         state.bytes = {name: file.tell() for name, file in run.files.items()}
@@ -1932,8 +1883,8 @@ def resume(args: Args, trained: dict, world: Ranks) -> TrainState:
         try:
             state = load_checkpoint(path, trained)
         except (Exception, dcp.api.CheckpointException) as error:
-            problem = f"{path} is damaged or of another model: {error!s:.200} ({type(error).__name__})"
-        problem = next(filter(None, gather(problem, world)), None)
+            problem = f"{path} is damaged or of another model: {error!s:.500} ({type(error).__name__})"
+        problem = next(filter(None, world.gather(problem)), None)
         if problem is None:
             print0(f"resuming from {path}, after {state.iteration} iterations")
             return state
@@ -1948,7 +1899,7 @@ def load_checkpoint(path: Path, trained: dict) -> TrainState:
     for name, size in saved["files"].items():  # DCP passes over a missing file
         if (path / name).stat().st_size != size:
             raise ValueError(f"{name} has not the size it was saved with")
-    for name, (model, optimizer, ranks) in trained.items():
+    for name, (model, optimizer, _) in trained.items():
         if optimizer:
             optimizer.state.clear()  # of a checkpoint that turned out to be damaged
         if optimizer and (path / name / "exp_avg").is_dir():
@@ -1956,12 +1907,7 @@ def load_checkpoint(path: Path, trained: dict) -> TrainState:
                 optimizer.state[p] = {kind: torch.zeros_like(p.detach()) for kind in ("exp_avg", "exp_avg_sq")}
                 optimizer.state[p]["step"] = torch.zeros((), device=p.device)
         for kind, tensors in checkpoint_tensors(model, optimizer).items():
-            reader = dcp.HuggingFaceStorageReader(str(path / name / kind))
-            there = {key: x.size for key, x in reader.read_metadata().state_dict_metadata.items()}
-            differ = there.items() ^ {key: x.shape for key, x in tensors.items()}.items()
-            if differ:
-                raise ValueError(f"{name} has other tensors, or of other shapes, than this run: {dict(differ)}")
-            dcp.load(tensors, storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
+            read_tensors(tensors, path / name / kind)
     return TrainState(**saved["state"])
 
 

@@ -77,7 +77,7 @@ class Bench:
         prompts = [text[:n] for text, n in zip(texts, prompt_lengths, strict=True)]
         sizes = dict(max_prompt_tokens=max(prompt_lengths), max_new_tokens=max(lengths), rollout_slots=slots)
         args, rows, runs = ppo.Args(compile=compiled, **sizes), range(len(lengths)), []
-        count = ppo.episodes_at_once(args, len(rows))
+        count = ppo.envs_needed(args, len(rows))
 
         def run():
             envs = [common.Prompts(prompts) for _ in range(count)]

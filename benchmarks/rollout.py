@@ -111,7 +111,7 @@ class Bench:
                 turns.advance(name, len(decoded) / steps)
 
         with common.forced(ppo, lengths, after) as decoded, turns.of(name):
-            count = ppo.episodes_at_once(self.args, len(lengths))
+            count = ppo.envs_needed(self.args, len(lengths))
             envs = [common.Prompts(self.prompts) for _ in range(count)]
             batch = ppo.rollout(self.actors[name], self.tokenizer, envs, seeds, seeds, self.args, 0, greedy=True)
             self.synchronize()

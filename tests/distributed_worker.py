@@ -26,7 +26,7 @@ def run(ppo, folder, name, flags, fault=None):
 
     def build_models(original, *args, **kwargs):
         tokenizer, models = original(*args, **kwargs)
-        for key, model in zip(("actor", "critic", "reference", "reward_model", "sampler"), models, strict=True):
+        for key, model in zip(("actor", "critic", "reference", "sampler"), models, strict=True):
             if model:
                 p = model.model.norm.weight
                 seen["models"][key] = [type(p).__name__, str(p.dtype)]

@@ -59,7 +59,7 @@ def assert_same(run, other):
             record |= {f"{file.relative_to(folder)} {name}": x.numpy().tobytes() for name, x in tensors.items()}
         record |= {i: row for i, row in enumerate(without_clock(lines(folder)) + lines(folder, "completions"))}
         summary = json.loads((folder / "summary.json").read_text())
-        records.append(record | {key: summary[key] for key in summary if key not in ("seconds", "peak_memory_bytes")})
+        records.append(record | {key: summary[key] for key in summary if key != "seconds"})
     a, b = records
     assert len(a) > 100 and [name for name in a | b if a.get(name) != b.get(name)] == []
 
@@ -93,7 +93,7 @@ CASES = {
     "logged and not saved, a moving reference": (
         "save_checkpoint", 2, dict(kl_coef=0.1, kl_in="loss", ref_sync_every=2, ref_sync_alpha=0.5)),
     "before the first checkpoint, several turns, warm start": (
-        "save_checkpoint", 1, dict(save_every=2, env_id="environments:TwoTurns-v0", sft_steps=2, eval_every=2)),
+        "save_checkpoint", 1, dict(save_every=2, env_id="environments:TwoTurns-v0", sft_steps=2)),
 }  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(ppo, whole, co
     DAMAGE[damage](newest(copied))
     train(ppo, tmp_path, resume="auto", **WARMUP)
     output = capsys.readouterr().out
-    assert re.findall(r"WARNING: \S*/(iter_\d+) is damaged", output) == ["iter_000003"]
+    assert re.findall(r"WARNING: passed over \S*/(iter_\d+) is damaged", output) == ["iter_000003"]
     assert re.findall(r"resuming from \S*/(iter_\d+)", output) == ["iter_000002"]
     assert_same(whole(**WARMUP), copied)  # it has been written again
 
@@ -174,7 +174,7 @@ def test_without_an_intact_checkpoint_nothing_is_started(ppo, copied, tmp_path, 
     for path in (copied / "checkpoints").iterdir():
         DAMAGE["missing file"](path)
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    with pytest.raises(ppo.UserError, match="--resume auto: only damaged checkpoints"):
+    with pytest.raises(ppo.UserError, match="--resume auto: .*damaged"):
         train(ppo, tmp_path, resume="auto", **WARMUP)
     assert capsys.readouterr().out.count("is damaged") == 2
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
@@ -191,14 +191,14 @@ def test_parameters_that_only_one_side_has_are_an_error(ppo, copied, tmp_path):
 
     with mock.patch.object(ppo.Attention, "__init__", init):
         adapted = ppo.Transformer(config)
-        with pytest.raises(ppo.UserError, match=r"actor has other tensors.*layers\.0\.self_attn\.adapter"):
+        with pytest.raises(ppo.UserError, match=r"actor.*other names or shapes.*layers\.0\.self_attn\.adapter"):
             train(ppo, tmp_path, resume="auto", **WARMUP)
     for source, target in ((plain, adapted), (adapted, plain)):
         with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.adapter"):
             ppo.copy_weights(source, target, world, world)
-    with pytest.raises(ppo.UserError, match=r"missing: .*layers\.0\.self_attn\.adapter"):
+    with pytest.raises(ppo.UserError, match=r"model: .*other names.*layers\.0\.self_attn\.adapter"):
         ppo.load_weights(adapted, copied / "model")
-    with pytest.raises(ppo.UserError, match=r"iter_000003: actor has other tensors.*model\.embed_tokens\.weight"):
+    with pytest.raises(ppo.UserError, match=r"iter_000002.*actor.*other names or shapes.*model\.embed_tokens\.weight"):
         train(ppo, tmp_path, resume="auto", env_id="SortDigits-v0", **WARMUP)  # an alphabet of another size
 
 

@@ -37,7 +37,7 @@ def play(model, monkeypatch):
         sizes = {"max_prompt_tokens": 40, "max_new_tokens": 12, "rollout_slots": slots}
         args = ppo.Args(**(sizes | changes))
         tokenizer = ppo.HFTokenizer.from_texts([ALPHABET])
-        tokenizer.stop_ids.append(tokenizer.tokenizer.token_to_id("f"))  # a second stop token, which is text
+        tokenizer.stop_ids.append(tokenizer.hf.convert_tokens_to_ids("f"))  # a second stop token, which is text
         begin = ppo.Episode.begin
 
         def forced_begin(episode, *rest):
@@ -47,7 +47,7 @@ def play(model, monkeypatch):
 
         if lengths:
             tokenizer.stop_ids = [model.config.vocab_size]
-        count = envs or ppo.episodes_at_once(args, N)
+        count = envs or ppo.envs_needed(args, N)
         with monkeypatch.context() as patch:
             patch.setattr(ppo.Episode, "begin", forced_begin)
             return ppo.rollout(model, tokenizer, [env() for _ in range(count)], range(N), range(N), args, 3, greedy)

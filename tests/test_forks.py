@@ -52,7 +52,7 @@ def test_group_normalised(tmp_path):
     assert ppo.Args().n_samples_per_prompt == 4
     assert not (folder / "checkpoints" / "iter_000002" / "critic").exists()
     assert all("losses/value_loss" not in row for row in rows)
-    assert any(row["objective/advantage_std"] > 0 and row["grad/actor_norm"] > 0 for row in rows)
+    assert any(row["ratio/adv_raw_std"] > 0 and row["grad/actor_norm"] > 0 for row in rows)
 
 
 def test_replay(tmp_path):

@@ -233,7 +233,7 @@ def test_an_experience_is_cropped_by_indexing_and_padded_by_cat(ppo):
     assert part.cpu_counts.tolist() == e.mask[[2, 0]].sum(1).tolist() and part.values is None
     assert same_experience(e[2:4], e[torch.tensor([2, 3])])
     assert e[2:4].tokens.data_ptr() == e.tokens[2].data_ptr()  # a slice copies nothing
-    both = ppo.Experience.cat([part, e])
+    both = ppo.concatenate([part, e])
     assert both.tokens.shape == (7, 12) and same_experience(both[:2], part) and same_experience(both[2:], e)
     assert not both.tokens[0, 7:].any() and not both.mask[0, 7:].any()
 
@@ -244,7 +244,7 @@ def test_an_empty_selection_is_one_blank_row_that_trains_nothing(ppo):
     logprobs, entropy = ppo.sampled_logprobs(model, blank, 1.0)
     (logprobs.sum() + entropy.sum() + ppo.sampled_values(critic, blank).sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in [*model.parameters(), *critic.parameters()])
-    assert ppo.last_outputs(critic, blank).shape == (1, 2)
+    assert ppo.last_values(critic, blank).shape == (1, 2)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -252,7 +252,7 @@ def test_an_empty_selection_is_one_blank_row_that_trains_nothing(ppo):
 def test_the_output_one_earlier_predicts_a_sampled_token_and_values_its_state(ppo, temperature):
     model, critic, e = tiny_model(ppo), tiny_model(ppo, "scalar"), tiny_experience(ppo)
     logprobs, entropy = ppo.sampled_logprobs(model, e, temperature)
-    values, outputs = ppo.sampled_values(critic, e), ppo.last_outputs(critic, e)
+    values, outputs = ppo.sampled_values(critic, e), ppo.last_values(critic, e)
     policy, states = torch.distributions.Categorical(logits=model(e.tokens) / temperature), critic(e.tokens)
     for b, t in e.mask.nonzero().tolist():
         close(logprobs[b, t], policy.logits[b, t - 1, e.tokens[b, t]], 1e-5)
@@ -334,7 +334,7 @@ def test_update_steps_follow_the_formula(ppo):
     ("--rollout-is-cap", {"rollout_is_cap": 2.0, "recompute_old_logprobs": False}), ("--gamma 1.01", {"gamma": 1.01}),
     ("--ppo-epochs 0", {"ppo_epochs": 0}), ("--gae-lambda nan", {"gae_lambda": NAN}), ("--clip-low 2", {"clip_low": 2}),
     ("--dual-clip 1.0", {"dual_clip": 1.0}), ("--temperature 0.0", {"temperature": 0.0}),
-    ("--actor-lr inf", {"actor_lr": math.inf}), ("--env-kwargs", {"env_kwargs": "[1]"}),
+    ("--actor-lr inf", {"actor_lr": math.inf}),
 ])  # fmt: skip
 def test_settings_that_cannot_work_are_refused_by_flag(ppo, flag, settings):
     with pytest.raises(ppo.UserError, match=flag):

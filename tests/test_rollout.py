@@ -47,7 +47,7 @@ def bigram_model(ppo, logits):
 
 def scripted_model(ppo, tokenizer, script, default="<eos>", vocab_size=None):
     """Says script[token] after each token: {"a": "b"} says b after a."""
-    token_id = tokenizer.tokenizer.token_to_id
+    token_id = tokenizer.hf.convert_tokens_to_ids
     logits = torch.zeros(2 * [vocab_size or tokenizer.vocab_size])
     logits[:, default if isinstance(default, int) else token_id(default)] = 100.0
     for token, following in script.items():
@@ -285,13 +285,13 @@ def test_a_response_that_fills_the_budget_is_cut_unless_its_last_token_stops_it(
     assert batch.lengths.tolist() == [1 + min(4, new_tokens)] * 2
 
 
-def test_stop_ids_end_a_turn_where_they_are_sampled_and_nowhere_else(ppo, tokenizer, monkeypatch):
+def test_stop_ids_end_a_turn_where_they_are_sampled_and_nowhere_else(ppo, tokenizer, monkeypatch, tmp_path):
     """They may be several, be the pad id and stand in a prompt."""
-    files = tokenizer.files | {"tokenizer_config.json": '{"eos_token": "<eos>"}'}
-    files |= {"generation_config.json": json.dumps({"eos_token_id": tokenizer.encode("y")})}
-    two = ppo.HFTokenizer("x", files)
+    tokenizer.hf.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.encode("y")}))
+    two = ppo.HFTokenizer(tmp_path)
     eos, y = two.stop_ids
-    assert two.pad_id == two.eos_id == eos and [y] == tokenizer.encode("y")
+    assert two.eos_id == eos and [y] == tokenizer.encode("y")
     monkeypatch.setattr(environments.TextEnv, "prompts", ("a<eos>b<eos>", "y=b"))
     batch = run(ppo, scripted_model(ppo, two, {"<eos>": "c", "b": "y"}), two, samples=2)
     a, b, c, equals = two.encode("abc=")
