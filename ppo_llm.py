@@ -42,6 +42,7 @@ import signal
 import sys
 import time
 import types
+import warnings
 import zlib
 from collections import namedtuple
 from dataclasses import dataclass, field
@@ -1670,6 +1671,8 @@ def evaluate(sample, envs: list, args: Args, iteration: int) -> dict[str, float]
 
 # === 10. Run folder, saving, resuming ===
 
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # said by DCP in a single process
+
 
 @dataclass
 class TrainState:
@@ -1789,6 +1792,7 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, 
         "objective/kl": float(experience.kl.mean()) if args.kl_coef else None,
         "losses/explained_variance": float(1 - (returns - values).var() / returns.var()), "time/iteration": seconds,
         "perf/response_tokens_per_second": signals["tokens"] / seconds,
+        "perf/peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
     }
     row |= {f"ratio/{name}": value for name, value in signals.items()}
     sampler_diff = row.pop("ratio/sampler_diff")  # 0 if the sampler's log-probs are the old ones

@@ -144,7 +144,7 @@ def test_actor_and_critic_on_ranks_of_their_own_give_the_numbers_of_one_process(
 @pytest.mark.slow
 def test_ranks_without_rows_make_the_same_calls_and_do_not_count(ppo, launch, more):
     first, second = saw(more, "few")
-    assert first["empty"] + second["empty"] > 10
+    assert first["empty"] + second["empty"] > 5
     assert first["backwards"] == second["backwards"] > 0 and first["steps"] == second["steps"]
     same_run(more / "few", launch(ppo, 1, ("few", FEW, None)) / "few")
 
