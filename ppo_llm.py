@@ -734,7 +734,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         diagnosis = diagnose_ratio(signals)
         clock.append(time.time())
         state.advance(args, actor_steps, critic_steps)
-        row = metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock)
+        row = metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, world)
         run.log(row, batch, experience, diagnosis)
         first_update = state.actor_steps == len(actor_steps)
         if first_update and diagnosis.cause == "forward_mismatch" and signals["first_dev"] > 1e-2:
@@ -1779,7 +1779,7 @@ class RunFolder:
                 file.close()
 
 
-def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock) -> dict:
+def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, world) -> dict:
     """A line of metrics.jsonl. Means over steps are weighted by tokens; skipped steps do not count."""
     N, mask, seconds = len(experience), experience.mask, clock[-1] - clock[0]
     returns, values = experience.returns[mask], experience.values[mask]
@@ -1800,6 +1800,7 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, 
     row["ratio/steps"] = actor_steps
     for phase, start, end in zip(("rollout", "score", "critic", "actor", "diagnose"), clock, clock[1:]):
         row[f"time/{phase}"] = end - start
+    row["time/ranks"] = [[t - times[0] for t in times] for times in world.gather(clock)]
     for model, steps in (("actor", actor_steps), ("critic", critic_steps)):
         made = [step for step in steps if not step["skipped"]]
         row[f"grad/skipped_{model}"] = len(steps) - len(made)

@@ -74,7 +74,7 @@ def character_tokenizer(vocab_size: int) -> ppo_llm.HFTokenizer:
 
 def random_prompts(tokenizer: ppo_llm.HFTokenizer, samples: int, length: int) -> list[str]:
     torch.manual_seed(0)
-    symbols = len(tokenizer.tokenizer.get_vocab()) - 3
+    symbols = len(tokenizer.hf) - 3
     return ["".join(chr(0x4E00 + i) for i in row) for row in torch.randint(symbols, (samples, length)).tolist()]
 
 

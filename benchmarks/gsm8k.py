@@ -87,7 +87,7 @@ def write_checkpoint(folder, config, fast):
 
 
 def check_environment(path):
-    env = ppo.GSM8K(path, shuffle=False)
+    env = ppo.GSM8K(path)
     scores, prompts = [], set()
     for seed in range(len(env.rows)):
         prompt, info = env.reset(seed=seed)

@@ -7,6 +7,7 @@ allocator); time in one process, both sides in turn, median of the pairs' ratios
 """
 
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -17,9 +18,16 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from ppo_llm import peak_memory, token_logprobs
+from ppo_llm import token_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def peak_memory() -> int:
+    """Bytes; ru_maxrss counts KiB on Linux."""
+    if DEVICE == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def full_logits(hidden, weight, targets, temperature):
