@@ -1,11 +1,12 @@
-"""PPO for language models, in one file and in plain PyTorch.
+r"""PPO for language models, in one file and in plain PyTorch.
 
 A language model (the actor) answers prompts, a text environment rewards the answers, and Proximal Policy Optimization
 (https://arxiv.org/abs/1707.06347) makes rewarded tokens more likely. A second transformer (the critic) predicts the
 reward still to come, and a frozen copy of the actor (the reference) limits how far it drifts.
 
     python ppo_llm.py             # a tiny model learns to sort digits, on the CPU, in two minutes
-    python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}'
+    python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
+        --eval-env-kwargs '{"path": "test.jsonl"}'
     torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # models sharded over eight GPUs
 
 Part I is PPO: 1. arguments, 2. rollout, 3. mathematics, 4. training loop (`ppo`). Part II is what it stands on: 5.
@@ -92,7 +93,7 @@ class Args:
     n_samples_per_prompt: int = 1
     rollout_slots: int = 512  # samples decoded at once on each rank
     max_prompt_tokens: int | None = None  # default 16, with --model 512
-    max_new_tokens: int | None = None  # all turns; default 8, with --model 256
+    max_new_tokens: int | None = None  # with feedback; default 8, with --model 256
     temperature: float = 1.0  # in sampling, old, new and reference log-probs
     sft_steps: int | None = None  # warm-start steps; default 100, with --model 0
     sft_lr: float | None = None  # default 1.3e-3, with --model 1e-5
@@ -115,7 +116,7 @@ class Args:
     dual_clip: float | None = None  # c > 1: loss of advantage A < 0 at most -A * c
     entropy_coef: float = 0.0  # weight of the entropy bonus
     target_kl: float | None = None  # actor steps end when approx_kl exceeds it
-    recompute_old_logprobs: bool = True  # no: take the sampler's
+    recompute_old_logprobs: bool = True  # if off, use the sampler's
     rollout_is_cap: float | None = None  # cap of weights pi_old / pi_sampler
     kl_coef: float | None = None  # KL to the reference; default 0, with --model 0.01
     kl_in: Literal["reward", "loss"] = "reward"
@@ -174,7 +175,7 @@ class Rollout:
 
 @dataclass
 class Episode:
-    """A sample while it is played, on the host."""
+    """A sample in progress, on the host."""
 
     env: gym.Env
     where: str  # for error messages
@@ -221,7 +222,7 @@ class Episode:
 
 
 class Slots:
-    """B rows that decode together, on the device. Dead rows write to column S."""
+    """B rows that decode together, on the device. Dead rows write to the scratch column S."""
 
     def __init__(self, B: int, S: int, stop_ids: list[int], device: torch.device):
         zeros = functools.partial(torch.zeros, device=device)
@@ -235,16 +236,16 @@ class Slots:
 
 
 def decode_step(actor: Transformer, cache: KVCache, slots: Slots, temperature: float, greedy: bool) -> None:
-    """Sample one token in every row that is alive. Fixed shapes, no wait of the host."""
-    newest = torch.where(slots.alive, slots.length - 1, cache.size)[:, None]  # [B, 1]
+    """Sample one token in every row that is alive. Fixed shapes, no host sync."""
+    newest = torch.where(slots.alive, slots.length - 1, cache.scratch)[:, None]  # [B, 1]
     logits = actor(slots.tokens.gather(1, newest), newest, cache)[:, 0]  # [B, V]
     # FORK: sampling. Top-p or top-k must go into every log-prob too, or the ratio is wrong.
     logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
-    scores = logprobs
+    weights = logprobs
     if not greedy:  # argmax of p / exponential noise draws from p; torch.multinomial would make the host wait
-        scores = logprobs.exp() / sampling_noise(slots.keys, slots.length, logits.shape[1])
-    token = scores.argmax(dim=-1, keepdim=True)  # [B, 1]
-    index = torch.where(slots.alive, slots.length, cache.size)[:, None]  # [B, 1]
+        weights = logprobs.exp() / sampling_noise(slots.keys, slots.length, logits.shape[1])
+    token = weights.argmax(dim=-1, keepdim=True)  # [B, 1]
+    index = torch.where(slots.alive, slots.length, cache.scratch)[:, None]  # [B, 1]
     slots.tokens.scatter_(1, index, token)
     slots.logprobs.scatter_(1, index, logprobs.gather(1, token))
     slots.length += slots.alive
@@ -258,12 +259,12 @@ def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict[i
     """Upload the text of `playing` {row: episode}, prefill what is not cached, let the rows decode."""
     texts = nn.utils.rnn.pad_sequence([torch.tensor(e.ids) for e in playing.values()], batch_first=True)
     numbers = torch.tensor([(row, len(e.ids), e.limit, e.cached) for row, e in playing.items()])
-    width = int((numbers[:, 1] - 1 - numbers[:, 3]).max())  # the newest token is left to the first decode step
+    width = max(len(e.ids) - 1 - e.cached for e in playing.values())  # the newest token is left to decode_step
     rows, length, limit, cached = numbers.to(slots.tokens.device).T  # [R] each
     slots.tokens[rows, : texts.shape[1]] = texts.to(rows.device)
     slots.length[rows], slots.limit[rows], slots.alive[rows] = length, limit, True
     positions = cached[:, None] + torch.arange(width, device=rows.device)  # [R, width]
-    positions = torch.where(positions < length[:, None] - 1, positions, cache.size)  # padding goes to scratch
+    positions = torch.where(positions < length[:, None] - 1, positions, cache.scratch)  # padding goes to scratch
     new = slots.tokens[rows[:, None], positions]  # [R, width]
     size = max(1, args.micro_batch_tokens // max(1, width))
     for start in range(0, len(playing) if width else 0, size):
@@ -302,13 +303,13 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
     slots = Slots(B, S, tokenizer.stop_ids, weight.device)
     keys = sample_keys(args.seed, iteration, sample_ids, weight.device)  # [N]
     step = compiled_decode_step if args.compile == "on" else decode_step
-    K = 8 if weight.is_cuda else 1  # decode steps between two looks of the host
+    K = 8 if weight.is_cuda else 1  # decode steps between host syncs
     episodes, steps = [], 0
     for start in range(0, N, B):
         samples = range(start, min(start + B, N))
         wave = [Episode(env, f"sample {sample_ids[i]}, seed {seeds[i]}") for i, env in zip(samples, envs)]
         slots.keys[: len(wave)] = keys[start : start + len(wave)]
-        calls = [EnvCall(e.env, "reset", e.where, args, seed=seeds[i]) for i, e in zip(samples, wave)]  # side by side
+        calls = [EnvCall(e.env, "reset", e.where, args, seed=seeds[i]) for i, e in zip(samples, wave)]
         for episode, call in zip(wave, calls):
             episode.begin(call.result()[0], tokenizer, args)
         playing = dict(enumerate(wave))
@@ -433,7 +434,7 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature) at `targets`, and its entropy: [n, d], [V, d], [n] -> [n], [n].
 
-    In chunks, with the result of these lines, whose logits [n, V] may take more memory than the model:
+    The chunked equivalent of these lines, whose logits [n, V] may take more memory than the model:
         logprobs = F.log_softmax((hidden @ weight.T).float() / temperature, dim=-1)
         return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
     """
@@ -445,7 +446,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Te
 
 @dataclass
 class Experience:
-    """What an iteration knows of its N samples. `experience[rows]` are some of them, cropped to the longest."""
+    """All that an iteration stores about its N samples. `experience[rows]` are some, cropped to the longest."""
 
     tokens: Tensor
     mask: Tensor  # [N, T] bool: sampled by the actor
@@ -466,7 +467,7 @@ class Experience:
     @classmethod
     def from_rollout(cls, batch: Rollout, device: torch.device) -> Experience:
         truncated = torch.tensor([stop != "eos" for stop in batch.stop])
-        # FORK: which tokens train. Change batch.mask here.
+        # FORK: which tokens train: batch.mask. A reward outside of it is lost.
         tensors = (batch.tokens, batch.mask, batch.logprobs, batch.rewards, batch.lengths, truncated)
         return cls(*(x.to(device) for x in tensors), cpu_lengths=batch.lengths, cpu_counts=batch.mask.sum(1))
 
@@ -540,7 +541,7 @@ def last_values(critic: Transformer, mb: Experience) -> Tensor:
 
 
 @torch.no_grad()
-def score(model: Transformer | None, experience: Experience, function, ranks: Ranks, args: Args) -> Tensor:
+def forward_all(model: Transformer | None, experience: Experience, function, ranks: Ranks, args: Args) -> Tensor:
     """`function(model, microbatch)` [N, T] for this rank's share of rows; 0 elsewhere, or without a model."""
     out = torch.zeros(experience.tokens.shape, device=experience.tokens.device)
     if model is None:
@@ -610,9 +611,9 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     run = stack.enter_context(RunFolder(args, state, world))
     print0(f"{run.path}: {device.type}, {dtype}, {world.size} ranks\n{step_table(args, plan)}")
     signals_received = catch_signals(stack)
-    sample = functools.partial(rollout_on_all_ranks, world, sampler, tokenizer)
+    play = functools.partial(rollout_on_all_ranks, world, sampler, tokenizer)
     stop_ids = torch.tensor(tokenizer.stop_ids, device=device)
-    state.eval_before = state.eval_before or evaluate(sample, eval_envs, args, state.iteration)
+    state.eval_before = state.eval_before or evaluate(play, eval_envs, args, state.iteration)
     run.print_results("before", state.eval_before)
     interrupt = 0  # number of a signal that ends the run
 
@@ -621,29 +622,30 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 
     while state.iteration < args.num_iterations and not interrupt:
         iteration = state.iteration
-        clock = [time.time()]  # ends of phases; there the host waits for the device anyway
+        clock = [time.time()]  # ends of phases, as the host sees them
 
         # --- Rollout: every rank plays some of the episodes and gets all of them
-        seeds = [state.prompts + i // args.n_samples_per_prompt for i in range(N)]
-        batch = sample(envs, seeds, args, iteration)
+        seeds = [state.prompts + i // args.n_samples_per_prompt for i in range(N)]  # samples of a prompt are adjacent
+        batch = play(envs, seeds, args, iteration)
         experience = Experience.from_rollout(batch, device)
         mask = experience.mask
         clock.append(time.time())
 
         # --- Old log-probs, reference log-probs and values: recorded before the first update, then frozen. The first
-        # ratio is 1, since the same forward computes the new log-probs
-        old_logprobs = score(actor if args.recompute_old_logprobs else None, experience, logprobs_of, actors, args)
-        ref_logprobs = score(reference, experience, logprobs_of, actors, args)
-        values = score(critic, experience, sampled_values, critics, args)
-        bootstrap = score(critic if args.bootstrap_truncated else None, experience, last_values, critics, args)
+        # ratio is 1 up to rounding, since the same forward computes the new log-probs
+        trainer = actor if args.recompute_old_logprobs else None
+        old_logprobs = forward_all(trainer, experience, logprobs_of, actors, args)
+        ref_logprobs = forward_all(reference, experience, logprobs_of, actors, args)
+        values = forward_all(critic, experience, sampled_values, critics, args)
+        bootstrap = forward_all(critic if args.bootstrap_truncated else None, experience, last_values, critics, args)
         for x in (old_logprobs, ref_logprobs, values, bootstrap):
-            world.sum(x)  # in place: each rank has scored some of the rows
+            world.sum(x)  # in place; each rank has computed some of the rows, the others are 0
         if not args.recompute_old_logprobs:
             old_logprobs = experience.logprobs
         if args.kl_coef == 0:
-            ref_logprobs = old_logprobs
+            ref_logprobs = old_logprobs  # no reference: the KL is 0
 
-        # --- Rewards [N, T]: environment and missing-EOS penalty on the last token, KL on every token
+        # --- Rewards [N, T]: of each turn, missing-EOS penalty on the last token, KL on every token
         rewards = experience.rewards.clone()
         samples, last = torch.arange(N, device=device), experience.lengths - 1  # [N]
         no_eos = (experience.tokens[samples, last][:, None] != stop_ids).all(dim=-1)  # [N]
@@ -668,7 +670,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         clock.append(time.time())
 
         # --- Critic epochs. What the actor needs is frozen: the order does not matter
-        critic_steps = []  # numbers of each optimizer step
+        critic_steps = []  # statistics of each optimizer step
         for epoch in range(args.critic_epochs if critic else 0):
             for n_tokens, minibatch in shuffled_minibatches(experience, critics, args, iteration, epoch):
                 parts = []
@@ -698,6 +700,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                     # FORK: policy loss.
                     pg_loss, part = policy_loss(newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,
                                                 args.clip_low, args.clip_high, args.dual_clip, n_tokens)
+                    # max |ratio - 1|, the one number that is a maximum instead of a sum
                     part["dev_max"] = torch.maximum(part.pop("ratio_max") - 1, 1 - part.pop("ratio_min"))
                     part |= {"policy_loss": pg_loss, "entropy": entropy.sum() / n_tokens}
                     loss = pg_loss - args.entropy_coef * part["entropy"]
@@ -748,7 +751,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         save_hf_checkpoint(actor, actor.config, tokenizer, run.path / "model")
     if interrupt:
         raise SystemExit(128 + interrupt)
-    run.print_results("after", evaluate(sample, eval_envs, args, state.iteration))
+    run.print_results("after", evaluate(play, eval_envs, args, state.iteration))
     return run.summary
 
 
@@ -939,11 +942,11 @@ class Transformer(nn.Module):
 
 
 class KVCache:
-    """Keys and values of every layer, [rows, Hkv, S, D] each. Padding is written to index `size`."""
+    """Keys and values of every layer, [rows, Hkv, S, D] each. Index `scratch` takes what is written for padding."""
 
     def __init__(self, config: ModelConfig, rows: int, size: int, dtype=torch.float32, device="cpu"):
-        self.size = size
-        self.attend = round_up(size + 1)  # S; attention reads the indices below
+        self.scratch = size
+        self.attend = round_up(size + 1)  # attention reads the indices below
         self.rows, self.all_rows = torch.arange(rows, device=device), True  # rows of the next forward
         shape = (rows, config.num_key_value_heads, self.attend, config.head_dim)
         zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
@@ -1003,7 +1006,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, targets, entropy = ctx.saved_tensors
         grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for part, log_p, target in ChunkedLogprobs.chunks(hidden, weight, targets, ctx.temperature):
-            # d logprob / d logits = onehot - p, d entropy / d logits = -p * (log p + entropy)
+            # d loss / d logits = onehot * g - p * (g + grad_entropy * (log p + entropy)), in place for memory
             g = grad_logprobs[part, None]
             p = log_p.exp()
             log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(g)
@@ -1031,7 +1034,7 @@ def sampling_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
     token_keys = hash32(hash32(keys ^ 0x5851F42D) ^ index.to(torch.int32))
     ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
     x = hash32(hash32(ids ^ keys[:, None]) ^ token_keys[:, None])  # [B, V]
-    # 31 bits: with 24 u may round to 1, and rare tokens would be drawn too often.
+    # 31 bits and a clamp: if u were 1 or coarser near 0, rare tokens would be drawn too often or never.
     u = ((x >> 1) & 0x7FFFFFFF).float().add(0.5).mul(2**-31).clamp(max=1 - 2**-24)
     return -torch.log1p(-u)
 
@@ -1173,7 +1176,7 @@ class SortDigits(gym.Env):
 
 
 def parse_number(text: str) -> float | None:
-    """The number behind the last `####`, without dollar signs and thousands separators."""
+    """The last `#### number`, without dollar signs and thousands separators."""
     found = re.findall(r"####[\s$]*((?:-[\s$]*)?[\d,]*\.?\d+)", text)
     return float(re.sub(r"[\s$,]", "", found[-1])) if found else None
 
@@ -1209,20 +1212,21 @@ gym.register("GSM8K-v0", entry_point=GSM8K)
 
 
 @functools.cache
-def env_threads() -> multiprocessing.pool.ThreadPool:
-    """Threads that call environments side by side. A hung one does not block exit."""
-    pool = multiprocessing.pool.ThreadPool(512)
+def env_threads(count: int) -> multiprocessing.pool.ThreadPool:
+    """Threads that call environments in parallel. A hung one does not block exit."""
+    pool = multiprocessing.pool.ThreadPool(count)
     atexit.register(pool.terminate)
     return pool
 
 
 class EnvCall:
-    """A call of an environment on another thread. `where` says in errors which call it was."""
+    """Starts a call of an environment on another thread. `where` names it in errors."""
 
     def __init__(self, env: gym.Env, method: str, where: str, args: Args, *arguments, **keywords):
         name = env.spec.id if env.spec else type(env).__name__
         self.method, self.what = method, f"environment {name}, {where}: {method}()"
-        self.pending = env_threads().apply_async(getattr(env, method), arguments, keywords)
+        threads = env_threads(2 * args.rollout_slots)  # as many as calls at once, also with prompts asked for ahead
+        self.pending = threads.apply_async(getattr(env, method), arguments, keywords)
         self.timeout, self.deadline = args.env_timeout, time.monotonic() + args.env_timeout
 
     def result(self) -> tuple:
@@ -1274,10 +1278,10 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     """Why is the importance ratio stuck at 1, or clipping saturated? `cause` is None for a healthy iteration.
 
     `signals` (see `ratio_signals`): first_dev, last_dev and post_dev are max |ratio - 1| on the first minibatch, on the
-    last, and of the updated actor.
+    last, and of the updated actor. In bfloat16 these are mostly rounding; there signed_t says whether the policy moved.
     """
     s = types.SimpleNamespace(**signals)
-    bf16 = "bfloat16" in f"{s.param_dtype} {signals.get('compute_dtype')}"  # there |ratio - 1| is rounding noise
+    bf16 = "bfloat16" in f"{s.param_dtype} {signals.get('compute_dtype')}"
     noise = 2 * max(s.first_dev, 1e-6)
     moved = s.signed_t > 3 if bf16 else s.post_dev > 5 * noise
     stuck = s.last_dev <= noise and s.first_dev <= 1e-2
@@ -1288,7 +1292,7 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     if bf16 and not moved:
         evidence += " (undecided: bfloat16 noise)"
     underflow = ("bf16_underflow", "bfloat16" in s.param_dtype and s.changed_frac < 0.5, "keep float32 weights")
-    causes = [  # (cause, whether it holds, advice); the first that holds is it
+    causes = [  # (cause, whether it holds, advice); the first match wins
         ("critic_warmup", s.phase == "critic_warmup", "see --critic-warmup-iterations"),
         ("kl_early_stop", s.early_stop and s.steps < s.planned, "raise --target-kl or lower --actor-lr"),
         ("one_update_by_design", s.planned == s.steps == 1 and moved, "correct; more epochs make it move"),
@@ -1306,8 +1310,8 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     causes += [
         underflow,  # the few weights that do change may move the ratio
         ("steps_skipped", s.skipped > 0 and s.steps == 0, "NaN in log-probs, rewards or weights"),
-        ("forward_mismatch", not s.first_dev <= 1e-4 and not bf16, "the first ratio must be 1: dropout? a shifted "
-         "mask or positions? temperature? the sampler's log-probs?"),
+        ("forward_mismatch", not s.first_dev <= (1.0 if bf16 else 1e-4), "the first ratio must be 1: dropout? "
+         "a shifted mask or positions? temperature? the sampler's log-probs?"),
         ("sampler_mismatch", s.sampler_diff > (0.05 if bf16 else 1e-3), "stale weights, or other arithmetic: "
          "then see --rollout-is-cap"),
         ("too_tight_clip", s.out_of_clip > 0.9, "widen it or lower --actor-lr"),
@@ -1327,7 +1331,7 @@ def probe_weights(actor: Transformer | None) -> Tensor:
 def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, actors, world, args) -> dict:
     """What `diagnose_ratio` needs: what the updates did to weights and, by one more forward, to some log-probs."""
     some = experience[: args.train_batch_size]
-    newlogprobs = world.sum(score(actor, some, logprobs_of, actors, args))
+    newlogprobs = world.sum(forward_all(actor, some, logprobs_of, actors, args))
     logratio = (newlogprobs - some.old_logprobs)[some.mask]  # [n]
     drift = logratio * some.advantages[some.mask].sign()  # [n], above 0 where the update did what it should
     weights = probe_weights(actor)
@@ -1360,7 +1364,7 @@ DEFAULTS = {  # without --model, with --model
 }
 AT_MOST_1 = ("gamma", "gae_lambda", "lr_end", "ref_sync_alpha", "clip_low")
 MAY_BE_0 = ("seed", "sft_steps", "sft_lr", "actor_lr", "critic_lr", "lr_end", "gamma", "gae_lambda", "kl_coef",
-            "save_every")  # fmt: skip; and flags whose default is 0
+            "save_every")  # fmt: skip
 
 
 class UserError(ValueError):
@@ -1395,7 +1399,7 @@ def validate(args: Args, world_size: int = 1) -> Plan:
     args.critic_epochs = args.ppo_epochs if args.critic_epochs is None else args.critic_epochs
     args.kl_estimator = args.kl_estimator or {"reward": "k1", "loss": "k3"}[args.kl_in]
     for name, value in vars(args).items():
-        may_be_0 = name in MAY_BE_0 or getattr(Args, name) == 0
+        may_be_0 = name in MAY_BE_0 or getattr(Args, name) == 0  # or 0 is the default
         high = 1 if name in AT_MOST_1 else 2**31 - 1
         if type(value) in (int, float) and not (0 < value <= high or (value == 0 and may_be_0)):
             low = "at least" if may_be_0 else "above"
@@ -1425,7 +1429,7 @@ class Ranks:
             self.mesh = dist.DeviceMesh(device.type, list(ranks))
 
     def sum(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
-        """x summed over ranks, in place."""
+        """Reduce x over ranks, in place."""
         if self.size > 1:
             dist.all_reduce(x, op, group=self.group)
         return x
@@ -1492,7 +1496,7 @@ def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: i
 
 
 def on_meta(config: ModelConfig, head: str = "lm") -> Transformer:
-    """A model without memory: it is sharded first, then materialized."""
+    """A model without storage: it is sharded first, then materialized."""
     with torch.device("meta"):
         return Transformer(config, head)
 
@@ -1539,18 +1543,18 @@ def copy_weights(source, target, sources: Ranks, ranks: Ranks, skip=()) -> None:
 
     All `ranks` call it, with None for a model they do not hold. Raises ValueError if names differ.
     """
-    old, new = (dict(model.named_parameters()) if model else {} for model in (source, target))
-    only_one = (old.keys() ^ new.keys()) - set(skip)
+    weights, targets = (dict(model.named_parameters()) if model else {} for model in (source, target))
+    only_one = (weights.keys() ^ targets.keys()) - set(skip)
     if source and target and only_one:
         raise ValueError(f"cannot copy weights that only one model has: {sorted(only_one)}")
-    for name in [name for name in new or old if name not in skip]:
-        like = (new or old)[name]
+    for name in [name for name in targets or weights if name not in skip]:
+        like = (targets or weights)[name]
         whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         if source:
-            whole = full(old[name]).to(like.dtype)
+            whole = full(weights[name]).to(like.dtype)
         if sources.size < ranks.size:
-            dist.broadcast(whole, src=0)
-        if isinstance(like, DTensor):
+            dist.broadcast(whole, src=0, group=ranks.group)
+        if target and isinstance(like, DTensor):
             whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
         if target:
             like.copy_(whole)
@@ -1559,8 +1563,8 @@ def copy_weights(source, target, sources: Ranks, ranks: Ranks, skip=()) -> None:
 @torch.no_grad()
 def lerp_weights(reference: Transformer, actor: Transformer, alpha: float) -> None:
     """reference = alpha * actor + (1 - alpha) * reference."""
-    for old, new in zip(reference.parameters(), actor.parameters()):
-        local(old).lerp_(local(new), alpha)
+    for target, source in zip(reference.parameters(), actor.parameters()):
+        local(target).lerp_(local(source), alpha)
 
 
 def embedded_model(args: Args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
@@ -1634,8 +1638,9 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: A
     for i in range(args.sft_steps):
         episodes = []
         for seed in range(i * SFT_BATCH_SIZE, (i + 1) * SFT_BATCH_SIZE):
-            prompt, info = env.reset(seed=seed)
-            answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id][: args.max_new_tokens]
+            with rephrase(f"warm start: --env-id {args.env_id}, seed {seed}"):
+                prompt, info = env.reset(seed=seed)
+                answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id][: args.max_new_tokens]
             episode = Episode(env, f"seed {seed}")
             episode.begin(prompt, tokenizer, args)
             episode.extend(answer, [0.0] * len(answer))
@@ -1660,18 +1665,18 @@ def rollout_on_all_ranks(world: Ranks, sampler, tokenizer, envs, seeds, args, it
     return concatenate([part for part in world.gather(part) if part])
 
 
-def evaluate(sample, envs: list, args: Args, iteration: int) -> dict[str, float]:
+def evaluate(play, envs: list, args: Args, iteration: int) -> dict[str, float]:
     """Means over the evaluation episodes, sampled at temperature 1, and greedy accuracy."""
     args, N = dataclasses.replace(args, temperature=1.0), args.eval_episodes
-    sampled = sample(envs, range(N), args, -1 - iteration)  # negative: other noise than in training
-    greedy = sample(envs, range(N), args, -1 - iteration, greedy=True)
+    sampled = play(envs, range(N), args, -1 - iteration)  # negative: other noise than in training
+    greedy = play(envs, range(N), args, -1 - iteration, greedy=True)
     return {"accuracy": sum(sampled.success) / N, "greedy_accuracy": sum(greedy.success) / N,
             "reward": float(sampled.rewards.sum()) / N, "response_tokens": float(sampled.mask.sum()) / N}
 
 
 # === 10. Run folder, saving, resuming ===
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # said by DCP in a single process
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # emitted by DCP in a single process
 
 
 @dataclass
@@ -1858,7 +1863,7 @@ def save_checkpoint(run: RunFolder, trained: dict, state: TrainState, args: Args
         state.bytes = {name: file.tell() for name, file in run.files.items()}
         files = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*.safetensors")}
         (partial / "state.json").write_text(json.dumps({"state": vars(state), "files": files}, indent=2))
-        shutil.rmtree(path, ignore_errors=True)  # a damaged one that was passed over on resume
+        shutil.rmtree(path, ignore_errors=True)  # a damaged one that resume has skipped
         partial.rename(path)
         for old in [p for p in checkpoints_in(run.path) if p <= path][args.keep_checkpoints :]:
             shutil.rmtree(old)
@@ -1893,7 +1898,7 @@ def resume(args: Args, trained: dict, world: Ranks) -> TrainState:
         if problem is None:
             print0(f"resuming from {path}, after {state.iteration} iterations")
             return state
-        print0(f"WARNING: passed over {problem}")
+        print0(f"WARNING: skipped {problem}")
     if problem:
         raise UserError(f"--resume {args.resume}: {problem}")
     return TrainState()
@@ -1901,9 +1906,9 @@ def resume(args: Args, trained: dict, world: Ranks) -> TrainState:
 
 def load_checkpoint(path: Path, trained: dict) -> TrainState:
     saved = json.loads((path / "state.json").read_text())
-    for name, size in saved["files"].items():  # DCP passes over a missing file
+    for name, size in saved["files"].items():  # DCP silently ignores a missing file
         if (path / name).stat().st_size != size:
-            raise ValueError(f"{name} has not the size it was saved with")
+            raise ValueError(f"{name} differs in size from what was saved")
     for name, (model, optimizer, _) in trained.items():
         if optimizer:
             optimizer.state.clear()  # of a checkpoint that turned out to be damaged
