@@ -257,7 +257,7 @@ compiled_decode_step = torch.compile(decode_step, dynamic=True)
 
 def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict[int, Episode], args: Args) -> None:
     """Upload the text of `playing` {row: episode}, prefill what is not cached, let the rows decode."""
-    texts = nn.utils.rnn.pad_sequence([torch.tensor(e.ids) for e in playing.values()], batch_first=True)
+    texts = padded([e.ids for e in playing.values()])
     numbers = torch.tensor([(row, len(e.ids), e.limit, e.cached) for row, e in playing.items()])
     width = max(len(e.ids) - 1 - e.cached for e in playing.values())  # the newest token is left to decode_step
     rows, length, limit, cached = numbers.to(slots.tokens.device).T  # [R] each
@@ -334,15 +334,18 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
 def collect(episodes: list[Episode], tokenizer: HFTokenizer, stats: dict[str, float]) -> Rollout:
     """Finished episodes as one Rollout."""
 
-    def pad(name):
-        rows = [torch.tensor(getattr(episode, name)) for episode in episodes]
-        return nn.utils.rnn.pad_sequence(rows, batch_first=True)  # [N, T]
-
     return Rollout(
-        tokens=pad("ids"), mask=pad("mask"), logprobs=pad("logprobs"), rewards=pad("rewards"),
+        tokens=padded([e.ids for e in episodes]), mask=padded([e.mask for e in episodes]),
+        logprobs=padded([e.logprobs for e in episodes]), rewards=padded([e.rewards for e in episodes]),
         lengths=torch.tensor([len(e.ids) for e in episodes]), stop=[e.stop for e in episodes],
         texts=[tokenizer.decode(e.ids[e.prompt_length :]) for e in episodes], stats=stats,
         prompts=[e.prompt for e in episodes], success=[e.success for e in episodes])
+
+
+def padded(rows: list[list]) -> Tensor:
+    """[N, T] on the CPU, zeros behind the end of a row."""
+    T = max(map(len, rows))
+    return torch.tensor([row + [type(row[0])(0)] * (T - len(row)) for row in rows])
 
 
 # === 3. Mathematics of PPO ===
@@ -396,12 +399,9 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, d
     mask = mask.bool()
     denom = mask.sum().clamp(min=1) if denom is None else denom
 
-    def mean(x):
-        return torch.where(mask, x, 0.0).sum() / denom
-
     advantages = torch.where(mask, advantages, 0.0)
     logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)
-    ratio = logratio.exp()
+    ratio = logratio.exp()  # outside the mask 1, where losses and statistics below are 0
     pg_loss1 = -advantages * ratio
     pg_loss2 = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     losses = torch.max(pg_loss1, pg_loss2)
@@ -409,14 +409,14 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, d
         losses = torch.where(advantages < 0, torch.min(losses, -advantages * dual_clip), losses)
     with torch.no_grad():
         stats = {
-            "clipfrac": mean((pg_loss2 > pg_loss1).float()),
-            "out_of_clip": mean(((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).float()),
-            "approx_kl": mean(ratio - 1 - logratio),  # k3 of KL(old || new)
-            "ratio_mean": mean(ratio),
-            "ratio_max": ratio.max(),  # 1 outside the mask
+            "clipfrac": (pg_loss2 > pg_loss1).sum() / denom,
+            "out_of_clip": ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).sum() / denom,
+            "approx_kl": (ratio - 1 - logratio).sum() / denom,  # k3 of KL(old || new)
+            "ratio_mean": (ratio * mask).sum() / denom,
+            "ratio_max": ratio.max(),
             "ratio_min": ratio.min(),
         }
-    return mean(losses), stats
+    return losses.sum() / denom, stats
 
 
 def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tensor:
@@ -1049,6 +1049,9 @@ class HFTokenizer:
         self.folder = Path(folder)
         with rephrase(f"{folder}: cannot load tokenizer.json and tokenizer_config.json"):
             self.hf = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        self.tokenizer = self.hf.backend_tokenizer  # much faster than to go through transformers
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
         stop_ids = {self.hf.eos_token_id}
         for name in ("config.json", "generation_config.json"):
             ids = read_json(self.folder / name).get("eos_token_id") if (self.folder / name).is_file() else None
@@ -1075,7 +1078,7 @@ class HFTokenizer:
             return self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self.hf.encode(text, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """A user turn in the chat template, or the plain text, after BOS where the tokenizer adds it."""
@@ -1094,7 +1097,7 @@ class HFTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens."""
-        return self.hf.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def read_json(path: Path) -> dict:
@@ -1225,7 +1228,7 @@ class EnvCall:
     def __init__(self, env: gym.Env, method: str, where: str, args: Args, *arguments, **keywords):
         name = env.spec.id if env.spec else type(env).__name__
         self.method, self.what = method, f"environment {name}, {where}: {method}()"
-        threads = env_threads(2 * args.rollout_slots)  # as many as calls at once, also with prompts asked for ahead
+        threads = env_threads(max(512, 2 * args.rollout_slots))  # no call waits for another one
         self.pending = threads.apply_async(getattr(env, method), arguments, keywords)
         self.timeout, self.deadline = args.env_timeout, time.monotonic() + args.env_timeout
 

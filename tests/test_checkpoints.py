@@ -165,7 +165,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(ppo, whole, co
     DAMAGE[damage](newest(copied))
     train(ppo, tmp_path, resume="auto", **WARMUP)
     output = capsys.readouterr().out
-    assert re.findall(r"WARNING: passed over \S*/(iter_\d+) is damaged", output) == ["iter_000003"]
+    assert re.findall(r"WARNING: skipped \S*/(iter_\d+) is damaged", output) == ["iter_000003"]
     assert re.findall(r"resuming from \S*/(iter_\d+)", output) == ["iter_000002"]
     assert_same(whole(**WARMUP), copied)  # it has been written again
 
