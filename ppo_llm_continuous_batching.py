@@ -587,9 +587,14 @@ class Experience:
         if len(lengths) == 0:  # FSDP's calls are collective: a rank without rows computes a blank row
             return self.map(lambda x: x.new_zeros(1, *[2] * (x.ndim - 1)))
         T = int(lengths.max())
-        on_device = rows if isinstance(rows, slice) else rows.to(self.tokens.device)
+        on_device = rows if isinstance(rows, slice) else upload(rows, self.tokens.device)
         taken = self.map(lambda x: x[on_device if x.device == self.tokens.device else rows])
         return taken.map(lambda x: x[:, :T] if x.ndim == 2 else x)
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """From the CPU to `device`: out of pinned memory, since else the host would wait."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def concatenate(parts: list):
@@ -653,7 +658,7 @@ def forward_all(model: Transformer | None, experience: Experience, function, ran
     for rows in microbatches(torch.arange(len(experience)), experience.cpu_lengths, ranks, args.micro_batch_tokens):
         result = function(model, experience[rows])
         if len(rows):
-            out[rows.to(out.device), : result.shape[1]] = result
+            out[upload(rows, out.device), : result.shape[1]] = result
     return out
 
 
@@ -1330,27 +1335,33 @@ class EnvCall:
     """Starts a call of an environment on another thread. `where` names it in errors."""
 
     def __init__(self, env: gym.Env, method: str, where: str, args: Args, *arguments, **keywords):
-        name = env.spec.id if env.spec else type(env).__name__
-        self.method, self.what = method, f"environment {name}, {where}: {method}()"
+        self.env, self.method, self.where, self.timeout = env, method, where, args.env_timeout
         threads = env_threads(max(512, 2 * args.rollout_slots))  # no call waits for another one
         self.pending = threads.apply_async(getattr(env, method), arguments, keywords)
-        self.timeout, self.deadline = args.env_timeout, time.monotonic() + args.env_timeout
+        self.deadline = time.monotonic() + args.env_timeout
 
     def result(self) -> tuple:
         """Wait for (prompt, info) or (text, reward, terminated, truncated, info). Raises UserError."""
         try:
             value = self.pending.get(max(0.0, self.deadline - time.monotonic()))
         except multiprocessing.TimeoutError:
-            raise UserError(f"{self.what} gave no answer within --env-timeout {self.timeout:g} s") from None
+            raise self.error(f"gave no answer within --env-timeout {self.timeout:g} s") from None
         except Exception as error:
-            raise UserError(f"{self.what} raised {type(error).__name__}: {error}") from error
-        form = "text, info" if self.method == "reset" else "text, finite reward, terminated, truncated, info"
-        with rephrase(f"{self.what} returned {value!r:.200}, expected {form}"):
+            raise self.error(f"raised {type(error).__name__}: {error}") from error
+        try:
             text, *numbers, info = value
-            valid = isinstance(text, str) and isinstance(info, dict) and len(value) == len(form.split(", "))
-            if not valid or not all(map(math.isfinite, numbers)):
-                raise ValueError("malformed return value")
+            valid = isinstance(text, str) and isinstance(info, dict) and all(map(math.isfinite, numbers))
+            valid = valid and len(numbers) == (0 if self.method == "reset" else 3)
+        except (TypeError, ValueError):
+            valid = False
+        if not valid:
+            form = "(text, info)" if self.method == "reset" else "(text, finite reward, terminated, truncated, info)"
+            raise self.error(f"returned {value!r:.200}, expected {form}")
         return value
+
+    def error(self, what: str) -> UserError:
+        name = self.env.spec.id if self.env.spec else type(self.env).__name__
+        return UserError(f"environment {name}, {self.where}: {self.method}() {what}")
 
 
 def reset(env: gym.Env, seed: int, args: Args) -> tuple[str, dict]:

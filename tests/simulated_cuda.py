@@ -1,0 +1,182 @@
+"""Run a script on a simulated CUDA device: `python simulated_cuda.py REPORT script.py '["--device=cuda", ...]' ...`
+
+Its `main` runs once for each list of flags; REPORT.<rank>.json then holds waits and calls of each of these runs. For the
+CPU build of PyTorch. The script is unmodified: its tensors are on `cuda:0`, whose memory is the host's, and `x.is_cuda`,
+FSDP2, DTensor, autograd and optimizers take their CUDA branches. Each operation is the CPU's kernel after a check: mixing
+devices raises, waits of the host are counted by line. Not simulated: CUDA's own kernels (which dtypes they know,
+rounding, speed), streams, NCCL (gloo stands in), Triton (torch.compile only traces).
+"""
+
+import collections
+import ctypes
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest.mock import MagicMock
+
+# c10 and autograd ask for a device's guard and hooks. They must be registered before `import torch` looks for them.
+DEVICE = """
+#include <ATen/detail/CUDAHooksInterface.h>
+using namespace c10;
+struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
+  Device exchangeDevice(Device) const override { return getDevice(); }
+  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, getDevice()); }
+  Stream getDefaultStream(Device) const override { return getStream(getDevice()); }
+  Stream exchangeStream(Stream) const noexcept override { return getStream(getDevice()); }
+  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+};
+struct Hooks : at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  void setCurrentDevice(DeviceIndex) const override {}
+  Allocator* getPinnedMemoryAllocator() const override { return GetAllocator(DeviceType::CPU); }
+};
+static impl::DeviceGuardImplRegistrar guard(DeviceType::CUDA, new Guard());
+namespace at { C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, ::Hooks) }
+"""
+with tempfile.TemporaryDirectory() as folder:
+    library, root = Path(folder, "device.so"), Path(importlib.util.find_spec("torch").origin).parent
+    flags = f"-std=c++20 -w -shared -fPIC -include c10/core/impl/DeviceGuardImplInterface.h -I{root}/include -x c++ -"
+    flags += f" -o {library} -L{root}/lib -ltorch_cpu -lc10 -Wl,-rpath,{root}/lib"
+    subprocess.run(["g++", *flags.split()], input=DEVICE, text=True, check=True)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.fsdp._fully_shard import _fsdp_param  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
+
+os.environ["LOCAL_RANK"] = "0"  # all ranks share the device
+waits, calls, pointer = collections.Counter(), collections.Counter(), ctypes.pythonapi.PyCapsule_GetPointer
+pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+INDEXING = "aten::index", "aten::_index_put_impl_", "aten::index_put_"
+READS = "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal", "aten::_local_scalar_dense"
+
+
+def moved(x, kind):
+    """x on the CPU (1) or on the CUDA device (2), in the same memory: DLPack's capsule with another device's number."""
+    capsule = torch._C._to_dlpack(x.detach())
+    ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = kind
+    return torch._C._from_dlpack(capsule)
+
+
+def wait(what):
+    frame = sys._getframe()
+    while frame and frame.f_code.co_filename != sys.argv[0]:
+        frame = frame.f_back
+    waits[f"{frame.f_code.co_qualname}:{frame.f_lineno} {what}" if frame else f"elsewhere {what}"] += 1
+
+
+def kernel(op, *args, **kwargs):
+    """Any operation with a CUDA tensor: what CUDA would refuse raises, the rest is the CPU's in the same memory."""
+    args = [torch.tensor(x) if isinstance(x, bool | int | float) and "Tensor" in str(argument.type) else x
+            for x, argument in zip(args, op._schema.arguments, strict=False)]  # fmt: skip
+    name, given = op._schema.name, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    on_cuda, indices = [x.is_cuda for x in given if x.dim()], tree_leaves(args[1]) if name in INDEXING else []
+    if name in INDEXING:  # indices, and nothing else, may lie on the CPU
+        on_cuda = [args[0].is_cuda, True, *(x.is_cuda for x in args[2:3] if x.dim())]
+    if name != "aten::copy_" and len(set(on_cuda)) > 1:
+        raise RuntimeError(f"{op} of " + ", ".join(f"{x.device} {[*x.shape]}" for x in given))
+    if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
+        raise RuntimeError(f"{op}: a CPU generator for a CUDA tensor")
+    if name == "aten::copy_" and args[0].is_cuda != args[1].is_cuda:
+        if args[1].is_cuda or not args[2]:  # a copy to the device from pinned memory need not wait
+            wait("copy to host" if args[1].is_cuda else "copy to device")
+    elif name in READS or any(x is not None and x.dtype == torch.bool for x in indices):
+        wait(name)
+    originals, grown = {}, []
+
+    def to_host(x):
+        alias = moved(x, 1) if x.is_cuda else x
+        if x.is_cuda and x.shape == (0,):  # perhaps an output that is to be resized
+            grown.append((x, alias := torch.empty_like(alias)))
+        originals[id(alias)] = x, alias
+        return alias
+
+    args, kwargs = tree_map_only(torch.Tensor, to_host, (args, kwargs))
+    out = op(*args, **tree_map_only(torch.device, lambda device: torch.device("cpu"), kwargs))
+    for x, alias in grown:
+        if alias.shape != (0,):
+            x.data = moved(alias, 2)
+    return tree_map_only(torch.Tensor, lambda x: originals[id(x)][0] if id(x) in originals else moved(x, 2), out)
+
+
+def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    if not q.dtype == k.dtype == v.dtype or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
+        raise RuntimeError(f"attention of {q.dtype}, {k.dtype}, {v.dtype}, mask {mask if mask is None else mask.dtype}")
+    more = {"scale": scale, "enable_gqa": enable_gqa}
+    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, is_causal, None, **more)[0]
+
+
+def empty(size, *, dtype=None, **options):
+    return moved(torch.empty(size, dtype=dtype, device="cpu"), 2)
+
+
+def empty_strided(size, stride, *, dtype=None, **options):
+    return moved(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), 2)
+
+
+def copy_(target, source, non_blocking=False):
+    kernel(torch.ops.aten.copy_.default, target, source, non_blocking)
+    return target
+
+
+for name in "_lazy_init set_device synchronize manual_seed manual_seed_all get_rng_state set_rng_state".split():
+    setattr(torch.cuda, name, lambda *args, **kwargs: None)  # each a function of its own: dynamo insists
+for name in "Stream Event stream current_stream device".split():
+    setattr(torch.cuda, name, type(name, (MagicMock,), {"__init__": lambda self, *args, **kwargs: MagicMock.__init__(self)}))
+for name in "current_device memory_allocated memory_reserved max_memory_allocated".split():
+    setattr(torch.cuda, name, lambda *args: 0)
+torch.cuda.get_device_capability = lambda *args: (9, 0)
+torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
+torch.cuda.device_count, torch.cuda.mem_get_info = lambda: 1, lambda *args: (2**33, 2**33)
+init = dist.init_process_group
+dist.init_process_group = lambda backend, **more: init(backend.replace("nccl", "gloo"), **more)
+torch.compile = functools.partial(torch.compile, backend="eager")
+torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="eager")
+_fsdp_param.alloc_storage = _fsdp_param.free_storage = lambda *args: None  # this memory is not PyTorch's to resize
+libraries = {name: torch.library.Library(name, "IMPL") for name in ("aten", "_", "c10d")}
+libraries["_"].fallback(kernel, "CUDA")
+for name, function in {"empty.memory_format": empty, "empty_strided": empty_strided, "copy_": copy_}.items():
+    libraries["aten"].impl(name, function, "CUDA")
+for key in ("CUDA", "AutogradCUDA"):
+    libraries["aten"].impl("scaled_dot_product_attention", attention, key)
+for name in "allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_".split():
+    libraries["c10d"].impl(name, functools.partial(kernel, getattr(torch.ops.c10d, name).default), "CUDA")
+
+def counted(name, function):
+    return functools.wraps(function)(lambda *args, **kwargs: (calls.update([name]), function(*args, **kwargs))[1])
+
+
+def main():
+    report, path, *runs = sys.argv[1:]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    script, reports = importlib.import_module(Path(path).stem), []
+    for name in ("decode_step", "read_step"):
+        setattr(script, name, counted(name, getattr(script, name)))
+    for flags in runs:
+        sys.argv = [script.__file__, *json.loads(flags)]
+        script.main()
+        reports.append({"waits": dict(waits), "calls": dict(calls)})
+        waits.clear(), calls.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    Path(f"{report}.{script.RANK}.json").write_text(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The CUDA branch of both scripts on a simulated device; simulated_cuda.py says what that can show and what not."""
+
+import collections
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_distributed import finish, flags_of, start, torchrun
+from test_train import SMALL, assert_same_metrics, lines
+
+SIMULATED = Path(__file__).with_name("simulated_cuda.py")
+RUN = SMALL | dict(
+    device="cuda", compile="off", env_id="environments:TwoTurns-v0", max_new_tokens=20, micro_batch_tokens=60,
+    sft_steps=2, kl_coef=0.1, ref_sync_every=1, bootstrap_truncated=True, missing_eos_penalty=0.1, entropy_coef=0.01)
+FLOAT = RUN | dict(dtype="float32", num_iterations=1, run_name="float")
+ALONE = [
+    RUN | dict(run_name="half", save_every=1, activation_checkpointing=True),
+    RUN | dict(run_name="half", num_iterations=3, resume="auto"), FLOAT,
+    FLOAT | dict(run_name="compiled", compile="on"),
+]  # fmt: skip
+TOGETHER = [FLOAT | dict(run_name="serial"), FLOAT | dict(run_name="apart", critic_ranks=1, save_every=1)]
+WITHOUT_WAITS = ("decode_step", "sampling_noise", "hash32", "Transformer.", "Attention.", "KVCache.", "apply_rope",
+                 "ChunkedLogprobs.", "token_logprobs", "Experience.__getitem__", "sampled_", "scatter", "policy_loss",
+                 "value_loss", "kl_estimate", "optimizer_step", "forward_all")  # fmt: skip
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
+    torch.cuda.is_available() or not torch.__version__.startswith("2.13"), reason="is for PyTorch 2.13 without CUDA")]
+
+
+def simulate(ppo, folder, runs, ranks=1):
+    """Run on the simulated device; returns per run {function: waits} and {function: calls} of the first rank."""
+    flags = [[flag.removesuffix("=True") for flag in flags_of(**run)] for run in runs]
+    command = [SIMULATED, folder / "report", ppo.__file__, *map(json.dumps, flags)]
+    process = [sys.executable, *map(str, command)] if ranks == 1 else torchrun(ranks, *command)
+    code, output = finish(start(process, folder), timeout=240)
+    assert code == 0, output
+    reports = []
+    for report in json.loads((folder / "report.0.json").read_text()):
+        waits = collections.Counter()
+        for place, count in report["waits"].items():
+            waits[place.split(":")[0]] += count
+        reports.append((waits, report["calls"]))
+    return reports
+
+
+def test_one_process(ppo, tmp_path):
+    reports = simulate(ppo, tmp_path, ALONE)
+    for waits, calls in reports:
+        assert not {place: n for place, n in waits.items() if place.startswith(WITHOUT_WAITS)}
+        assert 0 < waits["read_step"] == calls["read_step"]  # one an optimizer step
+        assert waits["rollout"] == calls.get("decode_step", 0) / 8  # one a block of decode steps
+    assert [row["iteration"] for row in lines(tmp_path / "half")] == [0, 1, 2]
+    assert (tmp_path / "half" / "model" / "model.safetensors").is_file()
+    cpu = FLOAT | dict(device="cpu", log_dir=str(tmp_path), run_name="cpu")
+    ppo.train(ppo.Args(**cpu))
+    assert_same_metrics(lines(tmp_path / "float"), lines(tmp_path / "cpu"), 1e-4)
+    assert_same_metrics(lines(tmp_path / "compiled"), lines(tmp_path / "cpu"), 1e-4)
+
+
+@pytest.mark.shared
+def test_two_ranks(ppo, tmp_path):
+    simulate(ppo, tmp_path, TOGETHER, ranks=2)
+    assert_same_metrics(lines(tmp_path / "serial"), lines(tmp_path / "apart"), 1e-4)
