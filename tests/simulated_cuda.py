@@ -1,10 +1,10 @@
 """Run a script on a simulated CUDA device: `python simulated_cuda.py REPORT script.py '["--device=cuda", ...]' ...`
 
-Its `main` runs once for each list of flags; REPORT.<rank>.json then holds waits and calls of each of these runs. For the
-CPU build of PyTorch. The script is unmodified: its tensors are on `cuda:0`, whose memory is the host's, and `x.is_cuda`,
-FSDP2, DTensor, autograd and optimizers take their CUDA branches. Each operation is the CPU's kernel after a check: mixing
-devices raises, waits of the host are counted by line. Not simulated: CUDA's own kernels (which dtypes they know,
-rounding, speed), streams, NCCL (gloo stands in), Triton (torch.compile only traces).
+Its `main` runs once for each list of flags; REPORT.<rank>.json then holds waits and calls of each. For the CPU build of
+PyTorch. Tensors are on `cuda:0`, whose memory is the host's, and `x.is_cuda`, FSDP2, DTensor, autograd and optimizers
+take their CUDA branches. Each operation is the CPU's kernel after a check: mixing devices raises, waits of the host are
+counted by line. Not simulated: CUDA's own kernels (which dtypes they know, rounding, speed), streams, NCCL (gloo stands
+in), Triton (torch.compile only traces).
 """
 
 import collections
@@ -115,6 +115,13 @@ def kernel(op, *args, **kwargs):
     return tree_map_only(torch.Tensor, lambda x: originals[id(x)][0] if id(x) in originals else moved(x, 2), out)
 
 
+def collective(op, *args):
+    """Waits at once: a view has a storage of its own here, by which PyTorch would not find what to wait for."""
+    out = kernel(op, *args)
+    (out[-1] if isinstance(out, tuple) else out).wait()
+    return out
+
+
 def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     if not q.dtype == k.dtype == v.dtype or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
         raise RuntimeError(f"attention of {q.dtype}, {k.dtype}, {v.dtype}, mask {mask if mask is None else mask.dtype}")
@@ -137,15 +144,16 @@ def copy_(target, source, non_blocking=False):
 
 for name in "_lazy_init set_device synchronize manual_seed manual_seed_all get_rng_state set_rng_state".split():
     setattr(torch.cuda, name, lambda *args, **kwargs: None)  # each a function of its own: dynamo insists
+mocked = {"__init__": lambda self, *args, **kwargs: MagicMock.__init__(self)}
 for name in "Stream Event stream current_stream device".split():
-    setattr(torch.cuda, name, type(name, (MagicMock,), {"__init__": lambda self, *args, **kwargs: MagicMock.__init__(self)}))
+    setattr(torch.cuda, name, type(name, (MagicMock,), dict(mocked)))
 for name in "current_device memory_allocated memory_reserved max_memory_allocated".split():
     setattr(torch.cuda, name, lambda *args: 0)
 torch.cuda.get_device_capability = lambda *args: (9, 0)
 torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
 torch.cuda.device_count, torch.cuda.mem_get_info = lambda: 1, lambda *args: (2**33, 2**33)
 init = dist.init_process_group
-dist.init_process_group = lambda backend, **more: init(backend.replace("nccl", "gloo"), **more)
+dist.init_process_group = lambda backend, **more: dist.is_initialized() or init(backend.replace("nccl", "gloo"), **more)
 torch.compile = functools.partial(torch.compile, backend="eager")
 torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="eager")
 _fsdp_param.alloc_storage = _fsdp_param.free_storage = lambda *args: None  # this memory is not PyTorch's to resize
@@ -155,8 +163,9 @@ for name, function in {"empty.memory_format": empty, "empty_strided": empty_stri
     libraries["aten"].impl(name, function, "CUDA")
 for key in ("CUDA", "AutogradCUDA"):
     libraries["aten"].impl("scaled_dot_product_attention", attention, key)
-for name in "allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_".split():
-    libraries["c10d"].impl(name, functools.partial(kernel, getattr(torch.ops.c10d, name).default), "CUDA")
+for name in ("allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_ allreduce_coalesced_ "
+             "allgather_into_tensor_coalesced_ reduce_scatter_tensor_coalesced_").split():  # fmt: skip
+    libraries["c10d"].impl(name, functools.partial(collective, getattr(torch.ops.c10d, name).default), "CUDA")
 
 def counted(name, function):
     return functools.wraps(function)(lambda *args, **kwargs: (calls.update([name]), function(*args, **kwargs))[1])
@@ -173,8 +182,8 @@ def main():
         script.main()
         reports.append({"waits": dict(waits), "calls": dict(calls)})
         waits.clear(), calls.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if dist.is_initialized() and dist.get_world_size() == 1:
+            dist.destroy_process_group()  # several ranks would not find each other again
     Path(f"{report}.{script.RANK}.json").write_text(json.dumps(reports))
 
 
