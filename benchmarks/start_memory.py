@@ -1,4 +1,4 @@
-"""Peak resident memory of two ranks on the CPU from start to the end of one small iteration: a random Llama, KL on.
+"""Peak resident memory of two ranks on the CPU after the start and after one small iteration: a random Llama, KL on.
 
     python benchmarks/start_memory.py [path of ppo_llm.py] [width]     # width 1280, the default, is 300 M parameters
 """
@@ -30,11 +30,13 @@ with tempfile.TemporaryDirectory() as folder:
     model.save_pretrained(f"{folder}/model")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     flags = [*FLAGS.split(), "--model", f"{folder}/model", "--log-dir", folder, "--run-name", "run"]
-    run, peaks = subprocess.Popen([*launch, *flags]), {}
+    run, built, peaks = subprocess.Popen([*launch, *flags]), None, {}
     while run.poll() is None:
         for child in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
             status = Path(f"/proc/{child}/status")
             if found := re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else ""):
-                peaks[child] = int(found[1]) / 1e6
+                peaks[child] = round(int(found[1]) / 1e6, 2)
+        if built is None and Path(folder, "run").exists():  # the run folder is made when all models have been built
+            built = list(peaks.values())
         time.sleep(0.02)
-print(f"exit code {run.returncode}; peak resident memory, GB: {[round(peak, 2) for peak in peaks.values()]}")
+print(f"exit code {run.returncode}; peak resident memory, GB: {built} with all models, {[*peaks.values()]} in the end")

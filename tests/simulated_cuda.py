@@ -35,11 +35,9 @@ struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
 struct Hooks : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}
   void init() const override {}
-  bool hasCUDA() const override { return true; }
-  bool isBuilt() const override { return true; }
+  bool hasCUDA() const override { return true; } bool isBuilt() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return 1; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex deviceCount() const override { return 1; } DeviceIndex getCurrentDevice() const override { return 0; }
   DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
   void setCurrentDevice(DeviceIndex) const override {}
@@ -129,12 +127,8 @@ def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, e
     return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, is_causal, None, **more)[0]
 
 
-def empty(size, *, dtype=None, **options):
-    return moved(torch.empty(size, dtype=dtype, device="cpu"), 2)
-
-
-def empty_strided(size, stride, *, dtype=None, **options):
-    return moved(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), 2)
+def created(by):
+    return lambda *sizes, dtype=None, **options: moved(by(*sizes, dtype=dtype, device="cpu"), 2)
 
 
 def copy_(target, source, non_blocking=False):
@@ -149,9 +143,8 @@ for name in "Stream Event stream current_stream device".split():
     setattr(torch.cuda, name, type(name, (MagicMock,), dict(mocked)))
 for name in "current_device memory_allocated memory_reserved max_memory_allocated".split():
     setattr(torch.cuda, name, lambda *args: 0)
-torch.cuda.get_device_capability = lambda *args: (9, 0)
+torch.cuda.get_device_capability, torch.cuda.device_count = lambda *args: (9, 0), lambda: 1
 torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
-torch.cuda.device_count, torch.cuda.mem_get_info = lambda: 1, lambda *args: (2**33, 2**33)
 init = dist.init_process_group
 dist.init_process_group = lambda backend, **more: dist.is_initialized() or init(backend.replace("nccl", "gloo"), **more)
 torch.compile = functools.partial(torch.compile, backend="eager")
@@ -159,16 +152,18 @@ torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backe
 _fsdp_param.alloc_storage = _fsdp_param.free_storage = lambda *args: None  # this memory is not PyTorch's to resize
 libraries = {name: torch.library.Library(name, "IMPL") for name in ("aten", "_", "c10d")}
 libraries["_"].fallback(kernel, "CUDA")
-for name, function in {"empty.memory_format": empty, "empty_strided": empty_strided, "copy_": copy_}.items():
-    libraries["aten"].impl(name, function, "CUDA")
+libraries["aten"].impl("copy_", copy_, "CUDA")
+libraries["aten"].impl("empty.memory_format", created(torch.empty), "CUDA")
+libraries["aten"].impl("empty_strided", created(torch.empty_strided), "CUDA")
 for key in ("CUDA", "AutogradCUDA"):
     libraries["aten"].impl("scaled_dot_product_attention", attention, key)
 for name in ("allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_ allreduce_coalesced_ "
              "allgather_into_tensor_coalesced_ reduce_scatter_tensor_coalesced_").split():  # fmt: skip
     libraries["c10d"].impl(name, functools.partial(collective, getattr(torch.ops.c10d, name).default), "CUDA")
 
+
 def counted(name, function):
-    return functools.wraps(function)(lambda *args, **kwargs: (calls.update([name]), function(*args, **kwargs))[1])
+    return lambda *args, **kwargs: (calls.update([name]), function(*args, **kwargs))[1]
 
 
 def main():
