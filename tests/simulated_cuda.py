@@ -33,8 +33,7 @@ struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   void block(void*, const Stream&) const override {}
 };
 struct Hooks : at::CUDAHooksInterface {
-  explicit Hooks(at::CUDAHooksArgs) {}
-  void init() const override {}
+  explicit Hooks(at::CUDAHooksArgs) {} void init() const override {}
   bool hasCUDA() const override { return true; } bool isBuilt() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; } DeviceIndex getCurrentDevice() const override { return 0; }
@@ -114,17 +113,16 @@ def kernel(op, *args, **kwargs):
 
 
 def collective(op, *args):
-    """Waits at once: a view has a storage of its own here, by which PyTorch would not find what to wait for."""
     out = kernel(op, *args)
-    (out[-1] if isinstance(out, tuple) else out).wait()
+    (out[-1] if isinstance(out, tuple) else out).wait()  # now: PyTorch finds it by its storage, not that of a view
     return out
 
 
 def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     if not q.dtype == k.dtype == v.dtype or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
         raise RuntimeError(f"attention of {q.dtype}, {k.dtype}, {v.dtype}, mask {mask if mask is None else mask.dtype}")
-    more = {"scale": scale, "enable_gqa": enable_gqa}
-    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, is_causal, None, **more)[0]
+    math = functools.partial(torch.ops.aten._scaled_dot_product_attention_math, scale=scale, enable_gqa=enable_gqa)
+    return math(q, k, v, mask, dropout, is_causal, None)[0]
 
 
 def created(by):
@@ -132,8 +130,7 @@ def created(by):
 
 
 def copy_(target, source, non_blocking=False):
-    kernel(torch.ops.aten.copy_.default, target, source, non_blocking)
-    return target
+    return (kernel(torch.ops.aten.copy_.default, target, source, non_blocking), target)[1]
 
 
 for name in "_lazy_init set_device synchronize manual_seed manual_seed_all get_rng_state set_rng_state".split():
@@ -141,8 +138,7 @@ for name in "_lazy_init set_device synchronize manual_seed manual_seed_all get_r
 mocked = {"__init__": lambda self, *args, **kwargs: MagicMock.__init__(self)}
 for name in "Stream Event stream current_stream device".split():
     setattr(torch.cuda, name, type(name, (MagicMock,), dict(mocked)))
-for name in "current_device memory_allocated memory_reserved max_memory_allocated".split():
-    setattr(torch.cuda, name, lambda *args: 0)
+torch.cuda.current_device = torch.cuda.max_memory_allocated = lambda *args: 0
 torch.cuda.get_device_capability, torch.cuda.device_count = lambda *args: (9, 0), lambda: 1
 torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
 init = dist.init_process_group
@@ -173,10 +169,10 @@ def main():
     for name in ("decode_step", "read_step"):
         setattr(script, name, counted(name, getattr(script, name)))
     for flags in runs:
+        waits.clear(), calls.clear()
         sys.argv = [script.__file__, *json.loads(flags)]
         script.main()
         reports.append({"waits": dict(waits), "calls": dict(calls)})
-        waits.clear(), calls.clear()
         if dist.is_initialized() and dist.get_world_size() == 1:
             dist.destroy_process_group()  # several ranks would not find each other again
     Path(f"{report}.{script.RANK}.json").write_text(json.dumps(reports))

@@ -329,18 +329,6 @@ def test_update_steps_follow_the_formula(ppo):
         ppo.plan_steps(ppo.Args(rollout_batch_size=48, n_samples_per_prompt=2, train_batch_size=25))
 
 
-@pytest.mark.parametrize("flag, settings", [
-    ("--kl-estimator k1", {"kl_in": "loss", "kl_estimator": "k1", "kl_coef": 0.1}),
-    ("--rollout-is-cap", {"rollout_is_cap": 2.0, "recompute_old_logprobs": False}), ("--gamma 1.01", {"gamma": 1.01}),
-    ("--ppo-epochs 0", {"ppo_epochs": 0}), ("--gae-lambda nan", {"gae_lambda": NAN}), ("--clip-low 2", {"clip_low": 2}),
-    ("--dual-clip 1.0", {"dual_clip": 1.0}), ("--temperature 0.0", {"temperature": 0.0}),
-    ("--actor-lr inf", {"actor_lr": math.inf}),
-])  # fmt: skip
-def test_settings_that_cannot_work_are_refused_by_flag(ppo, flag, settings):
-    with pytest.raises(ppo.UserError, match=flag):
-        ppo.validate(ppo.Args(**settings))
-
-
 def test_defaults_fill_what_was_not_given(ppo):
     for model, expected in ((None, (3e-4, 5e-4, 100, 0, 8)), ("folder", (1e-6, 1e-5, 0, 0.01, 256))):
         args = ppo.Args(model=model)
