@@ -226,8 +226,8 @@ def test_a_hung_environment_is_named_while_others_play(play, method, monkeypatch
     monkeypatch.setattr(continuous, "PATIENCE", 0.1)
     start = time.monotonic()
     prompt = "prompt 'face='.*" if method == "step" else ""
-    with pytest.raises(continuous.UserError, match=rf"HangsAt, sample 5, .*{prompt}{method}\(\).*--env-timeout 0\.5"):
-        play(continuous, HangsAt, 9, 2, env_timeout=0.5)
-    with pytest.raises(continuous.UserError, match=r"Hangs, sample \d.*step\(\).*--env-timeout 0\.5"):
-        play(continuous, Hangs, 3, 2, env_timeout=0.5)  # nothing else to do
+    with pytest.raises(continuous.UserError, match=rf"HangsAt, sample 5, .*{prompt}{method}\(\).*--env-timeout 1 s"):
+        play(continuous, HangsAt, 9, 2, env_timeout=1.0)
+    with pytest.raises(continuous.UserError, match=r"Hangs, sample \d.*step\(\).*--env-timeout 1 s"):
+        play(continuous, Hangs, 3, 2, env_timeout=1.0)  # nothing else to do
     assert time.monotonic() - start < 15

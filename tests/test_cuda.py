@@ -3,6 +3,7 @@
 import collections
 import functools
 import json
+import shutil
 import sys
 from pathlib import Path
 from unittest import mock
@@ -26,12 +27,13 @@ ALONE = [
     FLOAT, FLOAT | dict(run_name="compiled", compile="on"),
 ]  # fmt: skip
 TOGETHER = [FLOAT | dict(run_name="serial"), FLOAT | dict(run_name="apart", critic_ranks=1, save_every=1)]
-WITHOUT_WAITS = ("decode_step", "sampling_noise", "hash32", "Transformer.", "Attention.", "KVCache.", "apply_rope",
-                 "ChunkedLogprobs.", "token_logprobs", "Experience.__getitem__", "sampled_", "scatter", "policy_loss",
-                 "value_loss", "kl_estimate", "optimizer_step", "forward_all")  # fmt: skip
+WITHOUT_WAITS = tuple(
+    "decode_step sampling_noise hash32 Transformer. Attention. KVCache. apply_rope ChunkedLogprobs. token_logprobs "
+    "scatter Experience.__getitem__ sampled_ policy_loss value_loss kl_estimate optimizer_step forward_all".split())
 pytestmark = pytest.mark.slow
 simulated = pytest.mark.skipif(
-    torch.cuda.is_available() or not torch.__version__.startswith("2.13"), reason="is for PyTorch 2.13 without CUDA")
+    torch.cuda.is_available() or not torch.__version__.startswith("2.13") or not shutil.which("g++"),
+    reason="is for PyTorch 2.13 without CUDA, and needs g++")
 
 
 def simulate(ppo, folder, runs, ranks=1):
@@ -39,7 +41,7 @@ def simulate(ppo, folder, runs, ranks=1):
     flags = [[flag.removesuffix("=True") for flag in flags_of(**run)] for run in runs]
     command = [SIMULATED, folder / "report", ppo.__file__, *map(json.dumps, flags)]
     process = [sys.executable, *map(str, command)] if ranks == 1 else torchrun(ranks, *command)
-    code, output = finish(start(process, folder), timeout=240)
+    code, output = finish(start(process, folder), timeout=600)
     assert code == 0, output
     reports = []
     for report in json.loads((folder / "report.0.json").read_text()):
@@ -60,12 +62,10 @@ def test_one_process(ppo, tmp_path):
         if "decode_step" in calls:  # not compiled
             assert waits["rollout"] == calls["decode_step"] / 8  # one a block of decode steps
     assert len(lines(tmp_path / "half")) == max(run["num_iterations"] for run in runs)
-    assert (tmp_path / "half" / "model" / "model.safetensors").is_file()
     cpu = FLOAT | dict(device="cpu", log_dir=str(tmp_path), run_name="cpu")
     ppo.train(ppo.Args(**cpu))
     assert_same_metrics(lines(tmp_path / "float"), lines(tmp_path / "cpu"), 1e-4)
-    if len(runs) > 2:
-        assert_same_metrics(lines(tmp_path / "compiled"), lines(tmp_path / "cpu"), 1e-4)
+    assert_same_metrics(lines(tmp_path / runs[-1]["run_name"]), lines(tmp_path / "cpu"), 1e-4)  # compiled
 
 
 @simulated
