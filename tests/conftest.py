@@ -1,6 +1,5 @@
-"""Fixtures. `ppo` is a script as a module: a test that takes it runs once for each script, or, marked `shared` (and not
-`both`), on the first alone. That is for sections that are the same in both scripts, which test_diff.py checks.
-"""
+"""`ppo` is a script as a module: a test that takes it runs for each script, or, marked `shared` (not `both`), for the
+first alone. That is for sections that are the same in both scripts, which test_diff.py checks."""
 
 import importlib
 import os
