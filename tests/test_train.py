@@ -286,16 +286,16 @@ def test_truncated_rows_pay_the_missing_eos_penalty_and_end_with_their_value(run
     assert not run().calls["compute_gae"][1]["bootstrap"].any()
 
 
-def test_advantages_are_whitened_over_the_rollout_and_returns_are_not(ppo, run):
+def test_advantages_are_whitened_over_the_rollout_and_returns_are_not(ppo, run, tmp_path):
     for call, experience in zip(run().calls["compute_gae"], run().experiences, strict=True):
         raw, returns = ppo.compute_gae(**call)
         advantages = experience.advantages[experience.mask]
         assert float(advantages.mean()) == pytest.approx(0, abs=1e-5)
         assert float(advantages.std()) == pytest.approx(1, rel=1e-3)
         assert torch.equal(experience.returns, returns) and abs(float(raw[experience.mask].std()) - 1) > 0.1
-    equal = run(env_id="environments:Constant-v0", env_kwargs='{"reward": 0.0}')  # then nothing is blown up
-    assert torch.equal(equal.weights[0]["actor"], weights(equal.models["actor"]))
-    assert {row["ratio/diagnosis"] for row in equal.rows} == {"advantage_zero"}
+    rounding = changed(ppo.compute_gae, lambda result: (result[0] * 1e-8, result[1]))  # is not to be blown up
+    with mock.patch.object(ppo, "compute_gae", rounding):
+        assert max(float(e.advantages.abs().max()) for e in record(ppo, tmp_path).experiences) < 1e-6
 
 
 def test_flags_reach_the_mathematics(run):
