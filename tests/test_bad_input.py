@@ -148,7 +148,3 @@ def test_model_file_that_is_missing_or_corrupt(ppo, tmp_path, name, content):
 def test_model_that_does_not_fit(ppo, tmp_path, parts, changes):
     path = model_folder(ppo, tmp_path / "model", **changes)
     refuse(ppo, tmp_path, path, *parts, model=str(path), **SIZES)
-
-
-def test_model_folder_that_is_not_there(ppo, tmp_path):
-    refuse(ppo, tmp_path, tmp_path / "nowhere", model=str(tmp_path / "nowhere"), **SIZES)

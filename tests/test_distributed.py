@@ -1,12 +1,10 @@
-"""Several ranks: the numbers of one process, however rows, models and failures are spread over them.
-
-Ranks are processes of torchrun on the CPU. One launch serves several tests: see distributed_worker.py.
-"""
+"""Several ranks give the numbers of one process. Ranks are processes of torchrun: see distributed_worker.py."""
 
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,6 +125,10 @@ def test_two_ranks_give_the_numbers_of_one_process(alone, two):
 def test_a_checkpoint_of_two_ranks_is_resumed_by_one_process(ppo, alone, two, tmp_path):
     distributed_worker.run(ppo, tmp_path, "run", RUN | dict(resume=str(two / "run" / "checkpoints" / "iter_000001")))
     same_run(tmp_path / "run", alone, after=1)
+    cut = shutil.copytree(two / "run" / "checkpoints" / "iter_000001", tmp_path / "cut")
+    min((cut / "actor" / "weights").iterdir()).unlink()  # DCP would read zeros in its place
+    with pytest.raises(ppo.UserError, match="No such file"):
+        distributed_worker.run(ppo, tmp_path, "other", RUN | dict(resume=str(cut)))
 
 
 @pytest.mark.slow
