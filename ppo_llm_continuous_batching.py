@@ -248,10 +248,10 @@ def decode_step(actor: Transformer, cache: KVCache, slots: Slots, temperature: f
     logits = actor(slots.tokens.gather(1, newest), newest, cache)[:, 0]  # [B, V]
     # FORK: sampling. Top-p or top-k must go into every log-prob too, or the ratio is wrong.
     logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
-    weights = logprobs
+    preference = logprobs
     if not greedy:  # argmax of p / exponential noise draws from p; torch.multinomial would make the host wait
-        weights = logprobs.exp() / sampling_noise(slots.keys, slots.length, logits.shape[1])
-    token = weights.argmax(dim=-1, keepdim=True)  # [B, 1]
+        preference = logprobs.exp() / sampling_noise(slots.keys, slots.length, logits.shape[1])
+    token = preference.argmax(dim=-1, keepdim=True)  # [B, 1]
     index = torch.where(slots.alive, slots.length, cache.scratch)[:, None]  # [B, 1]
     slots.tokens.scatter_(1, index, token)
     slots.logprobs.scatter_(1, index, logprobs.gather(1, token))
@@ -437,19 +437,18 @@ def rollout_stats(episodes: list[Episode], B: int, K: int, steps: int) -> dict[s
 
 def collect(episodes: list[Episode], tokenizer: HFTokenizer, stats: dict[str, float]) -> Rollout:
     """Finished episodes as one Rollout."""
-
     return Rollout(
-        tokens=padded([e.ids for e in episodes]), mask=padded([e.mask for e in episodes]),
-        logprobs=padded([e.logprobs for e in episodes]), rewards=padded([e.rewards for e in episodes]),
+        tokens=padded([e.ids for e in episodes], 0), mask=padded([e.mask for e in episodes], False),
+        logprobs=padded([e.logprobs for e in episodes], 0.0), rewards=padded([e.rewards for e in episodes], 0.0),
         lengths=torch.tensor([len(e.ids) for e in episodes]), stop=[e.stop for e in episodes],
         texts=[tokenizer.decode(e.ids[e.prompt_length :]) for e in episodes], stats=stats,
         prompts=[e.prompt for e in episodes], success=[e.success for e in episodes])
 
 
-def padded(rows: list[list]) -> Tensor:
-    """[N, T] on the CPU, zeros behind the end of a row."""
+def padded(rows: list[list], blank: float) -> Tensor:
+    """[N, T] on the CPU, padded on the right with `blank`."""
     T = max(map(len, rows))
-    return torch.tensor([row + [type(row[0])(0)] * (T - len(row)) for row in rows])
+    return torch.tensor([row + [blank] * (T - len(row)) for row in rows])
 
 
 # === 3. Mathematics of PPO ===
@@ -558,8 +557,8 @@ class Experience:
     rewards: Tensor  # [N, T]
     lengths: Tensor  # [N]
     truncated: Tensor  # [N] bool
-    cpu_lengths: Tensor  # [N] lengths and sampled tokens, on the CPU: to
-    cpu_counts: Tensor  # know shapes without waiting for the device
+    cpu_lengths: Tensor  # [N] on the CPU: shapes without a host sync
+    cpu_counts: Tensor  # [N] sampled tokens, on the CPU
     old_logprobs: Tensor | None = None  # [N, T], as all up to returns; 0 outside the mask
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
@@ -606,8 +605,9 @@ def concatenate(parts: list):
             return [item for value in values for item in value]
         if isinstance(values[0], dict):  # means of statistics
             return {name: sum(value[name] for value in values) / len(values) for name in values[0]}
-        return values[0] if values[0] is None else torch.cat(
-            [F.pad(x, (0, T - x.shape[1])) if x.ndim == 2 else x for x in values])  # fmt: skip
+        if values[0] is None:
+            return None
+        return torch.cat([F.pad(x, (0, T - x.shape[1])) if x.ndim == 2 else x for x in values])
 
     return type(parts[0])(*map(join, *(vars(part).values() for part in parts)))
 
@@ -717,7 +717,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                "reference": (reference, None, actors)}  # fmt: skip
     state = resume(args, trained, world)
     copy_weights(actor, sampler, actors, world)
-    run = stack.enter_context(RunFolder(args, state, world))
+    run = RunFolder(args, state, world)
+    stack.push(run)
     print0(f"{run.path}: {device.type}, {dtype}, {world.size} ranks\n{step_table(args, plan)}")
     signals_received = catch_signals(stack)
     play = functools.partial(rollout_on_all_ranks, world, sampler, tokenizer)
@@ -1158,7 +1159,7 @@ class HFTokenizer:
         self.folder = Path(folder)
         with rephrase(f"{folder}: cannot load tokenizer.json and tokenizer_config.json"):
             self.hf = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        self.tokenizer = self.hf.backend_tokenizer  # much faster than to go through transformers
+        self.tokenizer = self.hf.backend_tokenizer  # much faster than through transformers
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         stop_ids = {self.hf.eos_token_id}
@@ -1856,9 +1857,6 @@ class RunFolder:
             file.truncate(min(state.bytes.get(name, 0), file.tell()))  # the rest will be written again
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
 
-    def __enter__(self) -> RunFolder:
-        return self
-
     def append(self, name: str, row: dict) -> None:
         """Write a line of JSON, which has no NaN and Infinity: they are left out, like None."""
         row = json.loads(json.dumps(row), parse_constant=lambda constant: None)
@@ -1884,9 +1882,10 @@ class RunFolder:
         if cause and cause != self.state.last_cause:
             print0(f"  ratio: {cause}: {diagnosis.advice} ({diagnosis.evidence})")
         self.state.last_cause = cause
+        kl = f"KL {row['objective/kl']:.4f}, " if self.args.kl_coef else ""
         print0(f"{i + 1}/{N}: reward {row['objective/reward']:.3f}, accuracy {row['objective/accuracy']:.1%}, "
                f"{row['objective/response_tokens']:.1f} tokens, max|ratio-1| {row['ratio/last_dev']:.2g}, "
-               f"KL {row['objective/kl'] or 0:.4f}, {row['time/iteration']:.2f} s")
+               f"{kl}{row['time/iteration']:.2f} s")
 
     def print_results(self, when: str, results: dict) -> None:
         self.summary[f"eval_{when}"] = results
@@ -1947,7 +1946,7 @@ def step_table(args, plan) -> str:
   rollout    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} = {plan.samples_per_iteration} samples
   critic     then {args.critic_epochs} {batches} = {plan.critic_update_steps} optimizer steps
   actor      then {args.ppo_epochs} {batches} = {plan.update_steps} optimizer steps
-  reference  KL ({args.kl_estimator}) x {args.kl_coef:g} in the {args.kl_in}
+  reference  {f"KL ({args.kl_estimator}) x {args.kl_coef:g} in the {args.kl_in}" if args.kl_coef else "none"}
   run        {args.num_iterations} iterations, the first {args.critic_warmup_iterations} for the critic alone: \
 {plan.episodes_total:,} episodes, {plan.actor_steps_total:,} actor and {plan.critic_steps_total:,} critic steps
   defaults   {", ".join(f"{name} {getattr(args, name):g}" for name in DEFAULTS)}"""
