@@ -26,7 +26,6 @@ Compute is sharded over ranks, experience is replicated.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import dataclasses
@@ -34,13 +33,14 @@ import datetime
 import functools
 import json
 import math
-import multiprocessing.pool
 import os
+import queue
 import random
 import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import types
 import warnings
@@ -731,7 +731,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         copy_weights(actor, sampler, actors, world)
         clock.append(time.time())
         if args.ref_sync_every and (iteration + 1) % args.ref_sync_every == 0 and reference:
-            lerp_weights(reference, actor, args.ref_sync_alpha)
+            for target, source in zip(reference.parameters(), actor.parameters()):
+                target.detach().lerp_(source.detach(), args.ref_sync_alpha)
 
         # --- Diagnosis, logging, saving
         actor_steps = world.gather(actor_steps)[0]  # the first rank always trains the actor,
@@ -1221,11 +1222,21 @@ gym.register("GSM8K-v0", entry_point=GSM8K)
 
 
 @functools.cache
-def env_threads(count: int) -> multiprocessing.pool.ThreadPool:
-    """Threads that call environments in parallel. A hung one does not block exit."""
-    pool = multiprocessing.pool.ThreadPool(count)
-    atexit.register(pool.terminate)
-    return pool
+def env_calls(threads: int) -> queue.SimpleQueue:
+    """Takes (function, queue for its answer) to one of `threads`. A hung one does not block exit."""
+    calls = queue.SimpleQueue()
+
+    def work():
+        while True:
+            function, answers = calls.get()
+            try:
+                answers.put((function(), None))
+            except Exception as error:
+                answers.put((None, error))
+
+    for _ in range(threads):
+        threading.Thread(target=work, daemon=True).start()
+    return calls
 
 
 class EnvCall:
@@ -1233,27 +1244,26 @@ class EnvCall:
 
     def __init__(self, env: gym.Env, method: str, where: str, args: Args, *arguments, **keywords):
         self.env, self.method, self.where, self.timeout = env, method, where, args.env_timeout
-        threads = env_threads(max(512, 2 * args.rollout_slots))  # no call waits for another one
-        self.pending = threads.apply_async(getattr(env, method), arguments, keywords)
+        self.answers = queue.SimpleQueue()  # one will come
+        calls = env_calls(max(512, 2 * args.rollout_slots))  # no call waits for another one
+        calls.put((functools.partial(getattr(env, method), *arguments, **keywords), self.answers))
         self.deadline = time.monotonic() + args.env_timeout
 
     def result(self) -> tuple:
         """Wait for (prompt, info) or (text, reward, terminated, truncated, info). Raises UserError."""
         try:
-            value = self.pending.get(max(0.0, self.deadline - time.monotonic()))
-        except multiprocessing.TimeoutError:
+            value, error = self.answers.get(timeout=max(0.0, self.deadline - time.monotonic()))
+        except queue.Empty:
             raise self.error(f"gave no answer within --env-timeout {self.timeout:g} s") from None
-        except Exception as error:
+        if error:
             raise self.error(f"raised {type(error).__name__}: {error}") from error
         try:
             text, *numbers, info = value
-            valid = isinstance(text, str) and isinstance(info, dict) and all(map(math.isfinite, numbers))
-            valid = valid and len(numbers) == (0 if self.method == "reset" else 3)
-        except (TypeError, ValueError):
-            valid = False
-        if not valid:
+            assert isinstance(text, str) and isinstance(info, dict) and all(map(math.isfinite, numbers))
+            assert len(numbers) == (0 if self.method == "reset" else 3)
+        except (AssertionError, TypeError, ValueError):
             form = "(text, info)" if self.method == "reset" else "(text, finite reward, terminated, truncated, info)"
-            raise self.error(f"returned {value!r:.200}, expected {form}")
+            raise self.error(f"returned {value!r:.200}, expected {form}") from None
         return value
 
     def error(self, what: str) -> UserError:
@@ -1490,24 +1500,20 @@ def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, torch.dtype]:
 def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: int) -> list[Tensor]:
     """This rank's microbatches of `samples` [n], equally many on every rank (some may be empty). All on the CPU.
 
-    Longest first, a sample goes to the rank with the fewest tokens. A microbatch is full when rows x longest would
+    Longest first, dealt out to the ranks in turn, 0 1 2 2 1 0 0 1 ... A microbatch is full when rows x longest would
     exceed the budget, or padding a sixteenth of it.
     """
-    sizes, parts, loads = lengths.tolist(), [[] for _ in range(ranks.size)], [0] * ranks.size
-    longest, padding = [0] * ranks.size, [0] * ranks.size
-    for row in samples[lengths[samples].argsort(descending=True, stable=True)].tolist():
-        rank = loads.index(min(loads))
-        loads[rank] += sizes[row]
-        padding[rank] += longest[rank] - sizes[row]
-        group = parts[rank][-1] if parts[rank] else []
-        if group and (len(group) + 1) * longest[rank] <= token_budget and padding[rank] <= token_budget // 16:
-            group.append(row)
-        else:
-            parts[rank].append([row])
-            longest[rank], padding[rank] = sizes[row], 0
-    mine = parts[ranks.index]
-    mine += [[]] * (max(map(len, parts)) - len(mine))
-    return [torch.tensor(rows, dtype=torch.int64) for rows in mine]
+    order, parts = samples[lengths[samples].argsort(descending=True, stable=True)], []
+    while len(order):
+        sizes, rows = lengths[order], torch.arange(1, len(order) + 1)  # what if the first 1, 2, ... are taken?
+        area = sizes[0] * (rows / ranks.size).ceil()  # rows x longest of the first rank
+        padding = sizes[0] * rows - sizes.cumsum(0)  # of all ranks
+        fits = (area <= token_budget) & (padding <= token_budget * ranks.size // 16)
+        n = max(ranks.size, int(fits.sum()))
+        turn = (rows[:n] - 1) % (2 * ranks.size)
+        parts.append(order[:n][torch.minimum(turn, 2 * ranks.size - 1 - turn) == ranks.index])
+        order = order[n:]
+    return parts
 
 
 def on_meta(config: ModelConfig, head: str = "lm") -> Transformer:
@@ -1573,13 +1579,6 @@ def copy_weights(source, target, sources: Ranks, ranks: Ranks, skip=()) -> None:
             whole = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
         if target:
             like.copy_(whole)
-
-
-@torch.no_grad()
-def lerp_weights(reference: Transformer, actor: Transformer, alpha: float) -> None:
-    """reference = alpha * actor + (1 - alpha) * reference."""
-    for target, source in zip(reference.parameters(), actor.parameters()):
-        local(target).lerp_(local(source), alpha)
 
 
 def embedded_model(args: Args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
@@ -1653,9 +1652,8 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: A
     for i in range(args.sft_steps):
         episodes = []
         for seed in range(i * SFT_BATCH_SIZE, (i + 1) * SFT_BATCH_SIZE):
-            with rephrase(f"warm start: --env-id {args.env_id}, seed {seed}"):
-                prompt, info = env.reset(seed=seed)
-                answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id][: args.max_new_tokens]
+            prompt, info = reset(env, seed, args)
+            answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id][: args.max_new_tokens]
             episode = Episode(env, f"seed {seed}")
             episode.begin(prompt, tokenizer, args)
             episode.extend(answer, [0.0] * len(answer))

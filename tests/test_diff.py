@@ -46,7 +46,7 @@ def test_scripts_and_part_one_of_the_first_keep_to_their_budgets():
     part = re.split(r"(?m)^# #+ Part II\b", TEXTS[NAMES[0]])[0]
     # Part I has its final budget. The files as a whole are still above theirs (1650 lines and 86,000 bytes, 1780 and
     # 94,000): these ceilings may only be lowered.
-    for text, lines, size in ((TEXTS[NAMES[0]], 1938, 103_773), (part, 800, 43_000), (TEXTS[NAMES[1]], 2042, 109_198)):
+    for text, lines, size in ((TEXTS[NAMES[0]], 1936, 103_636), (part, 800, 43_000), (TEXTS[NAMES[1]], 2040, 109_042)):
         assert (len(text.splitlines()) <= lines, len(text.encode()) <= size) == (True, True)
 
 

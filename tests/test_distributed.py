@@ -152,7 +152,7 @@ def test_ranks_without_rows_make_the_same_calls_and_do_not_count(ppo, launch, mo
 
 
 @pytest.mark.parametrize(("ranks", "budget"), [(2, 1), (3, 4096), (8, 16384)])
-def test_ranks_get_equally_many_tokens_and_microbatches(ppo, ranks, budget):
+def test_ranks_get_as_many_microbatches_of_nearly_the_same_tokens(ppo, ranks, budget):
     lengths = (torch.randn(512) + 5).exp().long().clamp(2, 4096)
     minibatch, shares = torch.randperm(512)[:256], []
     for rank in range(ranks):
@@ -162,8 +162,9 @@ def test_ranks_get_equally_many_tokens_and_microbatches(ppo, ranks, budget):
     parts = [part for share in shares for part in share]
     assert sorted(torch.cat(parts).tolist()) == sorted(minibatch.tolist())
     assert len({len(share) for share in shares}) == 1
-    tokens = [sum(int(lengths[part].sum()) for part in share) for share in shares]
-    assert max(tokens) - min(tokens) <= 0.05 * max(tokens)
+    tokens = [[int(lengths[part].sum()) for part in share] for share in shares]
+    slowest = sum(map(max, zip(*tokens, strict=True)))  # FSDP waits for it at each microbatch
+    assert slowest <= 1.4 * sum(map(sum, tokens)) / ranks
     assert all(len(part) * int(lengths[part].max()) <= budget for part in parts if len(part) > 1)
 
 

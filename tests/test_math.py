@@ -279,8 +279,6 @@ def test_microbatches_are_a_partition_over_ranks_within_the_budget(ppo, size):
         assert sorted(torch.cat(parts).tolist()) == sorted(rows.tolist())
         assert len({len(group) for group in groups}) == 1  # equally many collective calls
         assert all(len(part) <= 1 or len(part) * int(lengths[part].max()) <= budget for part in parts)
-        loads = [sum(int(lengths[part].sum()) for part in group) for group in groups]
-        assert max(loads) - min(loads) <= 40
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
