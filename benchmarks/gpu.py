@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                          # CUDA, bfloat16, all parts: roofline ladder workload iteration
     python benchmarks/gpu.py ladder iteration         # some of them
-    python benchmarks/gpu.py smoke                    # tiny shapes on the CPU: does it run
+    python benchmarks/gpu.py smoke                    # tiny shapes, without a GPU on the CPU: does it run
 
 First the copy bandwidth and the rate of large matrix products on this device. A decode step can take no less than
 reading the weights and all live keys and values at that bandwidth, or its arithmetic at that rate. Random weights.
@@ -23,10 +23,10 @@ from common import ppo_llm
 import ppo_llm_continuous_batching as continuous
 
 SMOKE = "smoke" in sys.argv
-DEVICE = torch.device("cpu" if SMOKE else "cuda")
-DTYPE = torch.float32 if SMOKE else torch.bfloat16
+DEVICE = torch.device("cpu" if SMOKE and not torch.cuda.is_available() else "cuda")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 SHAPES = {"tiny": common.TINY} if SMOKE else {"0.5B": common.QWEN_05B, "1.5B": common.QWEN_15B}
-ROWS, PROMPT, NEW = ((1, 4), 4, 16) if SMOKE else ((1, 64, 256), 128, 256)
+ROWS, PROMPT, NEW = ((1, 4), 4, 8) if SMOKE else ((1, 64, 256), 128, 256)
 
 
 def synchronize() -> None:
@@ -156,7 +156,7 @@ def workload() -> None:
 def iteration() -> None:
     """One PPO iteration, the third of three."""
     name, shape = next(iter(SHAPES.items()))
-    samples, mean = (8, 8) if SMOKE else (1024, 256)
+    samples, mean = (8, 4) if SMOKE else (1024, 256)
     lengths, tokenizer = common.forced_lengths("log-normal", samples, mean, 8 * mean), common.character_tokenizer(
         shape["vocab_size"])  # fmt: skip
 

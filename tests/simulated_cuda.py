@@ -4,18 +4,17 @@ Its `main` runs once for each list of flags; REPORT.<rank>.json then holds waits
 PyTorch. Tensors are on `cuda:0`, whose memory is the host's, and `x.is_cuda`, FSDP2, DTensor, autograd and optimizers
 take their CUDA branches. Each operation is the CPU's kernel after a check: mixing devices raises, waits of the host are
 counted by line. Not simulated: CUDA's own kernels (which dtypes they know, rounding, speed), streams, NCCL (gloo stands
-in), Triton (torch.compile only traces).
-"""
+in), Triton (torch.compile only traces)."""
 
 import collections
 import ctypes
-import functools
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from functools import partial, partialmethod
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -27,19 +26,13 @@ struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
   Device exchangeDevice(Device) const override { return getDevice(); }
   Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, getDevice()); }
-  Stream getDefaultStream(Device) const override { return getStream(getDevice()); }
   Stream exchangeStream(Stream) const noexcept override { return getStream(getDevice()); }
-  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
-  void block(void*, const Stream&) const override {}
 };
 struct Hooks : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {} void init() const override {}
   bool hasCUDA() const override { return true; } bool isBuilt() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; } DeviceIndex getCurrentDevice() const override { return 0; }
-  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
-  void setCurrentDevice(DeviceIndex) const override {}
   Allocator* getPinnedMemoryAllocator() const override { return GetAllocator(DeviceType::CPU); }
 };
 static impl::DeviceGuardImplRegistrar guard(DeviceType::CUDA, new Guard());
@@ -72,10 +65,10 @@ def moved(x, kind):
 
 
 def wait(what):
-    frame = sys._getframe()
-    while frame and frame.f_code.co_filename != sys.argv[0]:
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename != sys.argv[0]:
         frame = frame.f_back
-    waits[f"{frame.f_code.co_qualname}:{frame.f_lineno} {what}" if frame else f"elsewhere {what}"] += 1
+    waits[f"{frame.f_code.co_qualname}:{frame.f_lineno} {what}"] += 1
 
 
 def kernel(op, *args, **kwargs):
@@ -91,7 +84,7 @@ def kernel(op, *args, **kwargs):
     if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
         raise RuntimeError(f"{op}: a CPU generator for a CUDA tensor")
     if name == "aten::copy_" and args[0].is_cuda != args[1].is_cuda:
-        if args[1].is_cuda or not args[2]:  # a copy to the device from pinned memory need not wait
+        if args[1].is_cuda or not any(args[2:]):  # a copy to the device from pinned memory need not wait
             wait("copy to host" if args[1].is_cuda else "copy to device")
     elif name in READS or any(x is not None and x.dtype == torch.bool for x in indices):
         wait(name)
@@ -105,7 +98,7 @@ def kernel(op, *args, **kwargs):
         return alias
 
     args, kwargs = tree_map_only(torch.Tensor, to_host, (args, kwargs))
-    out = op(*args, **tree_map_only(torch.device, lambda device: torch.device("cpu"), kwargs))
+    out = op(*args, **kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {}))
     for x, alias in grown:
         if alias.shape != (0,):
             x.data = moved(alias, 2)
@@ -121,61 +114,56 @@ def collective(op, *args):
 def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     if not q.dtype == k.dtype == v.dtype or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
         raise RuntimeError(f"attention of {q.dtype}, {k.dtype}, {v.dtype}, mask {mask if mask is None else mask.dtype}")
-    math = functools.partial(torch.ops.aten._scaled_dot_product_attention_math, scale=scale, enable_gqa=enable_gqa)
+    math = partial(torch.ops.aten._scaled_dot_product_attention_math, scale=scale, enable_gqa=enable_gqa)
     return math(q, k, v, mask, dropout, is_causal, None)[0]
 
 
-def created(by):
-    return lambda *sizes, dtype=None, **options: moved(by(*sizes, dtype=dtype, device="cpu"), 2)
-
-
-def copy_(target, source, non_blocking=False):
-    return (kernel(torch.ops.aten.copy_.default, target, source, non_blocking), target)[1]
-
-
-for name in "_lazy_init set_device synchronize manual_seed manual_seed_all get_rng_state set_rng_state".split():
+nothing = "_lazy_init set_device synchronize manual_seed_all get_rng_state set_rng_state reset_peak_memory_stats"
+for name in nothing.split():
     setattr(torch.cuda, name, lambda *args, **kwargs: None)  # each a function of its own: dynamo insists
-mocked = {"__init__": lambda self, *args, **kwargs: MagicMock.__init__(self)}
 for name in "Stream Event stream current_stream device".split():
-    setattr(torch.cuda, name, type(name, (MagicMock,), dict(mocked)))
+    mocked = type(name, (MagicMock,), {"__init__": lambda self, *args, **kwargs: MagicMock.__init__(self)})
+    setattr(torch.cuda, name, mocked)
 torch.cuda.current_device = torch.cuda.max_memory_allocated = lambda *args: 0
-torch.cuda.get_device_capability, torch.cuda.device_count = lambda *args: (9, 0), lambda: 1
-torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
-init = dist.init_process_group
+torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda *args: (9, 0), lambda *args: "simulated"
+torch.cuda.device_count = torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
+init, compiled = dist.init_process_group, torch.compile
 dist.init_process_group = lambda backend, **more: dist.is_initialized() or init(backend.replace("nccl", "gloo"), **more)
-torch.compile = functools.partial(torch.compile, backend="eager")
-torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="eager")
+torch.compile = lambda function, dynamic=None, **more: compiled(function, dynamic=dynamic, backend="eager")
+torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="eager")
 _fsdp_param.alloc_storage = _fsdp_param.free_storage = lambda *args: None  # this memory is not PyTorch's to resize
 libraries = {name: torch.library.Library(name, "IMPL") for name in ("aten", "_", "c10d")}
 libraries["_"].fallback(kernel, "CUDA")
-libraries["aten"].impl("copy_", copy_, "CUDA")
-libraries["aten"].impl("empty.memory_format", created(torch.empty), "CUDA")
-libraries["aten"].impl("empty_strided", created(torch.empty_strided), "CUDA")
-for key in ("CUDA", "AutogradCUDA"):
+libraries["aten"].impl("copy_", partial(kernel, torch.ops.aten.copy_.default), "CUDA")
+for name, new in ("empty.memory_format", torch.empty), ("empty_strided", torch.empty_strided):
+    libraries["aten"].impl(name, lambda *sizes, dtype=None, new=new, **more: moved(new(*sizes, dtype=dtype), 2), "CUDA")
+for key in "CUDA", "AutogradCUDA":
     libraries["aten"].impl("scaled_dot_product_attention", attention, key)
 for name in ("allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_ allreduce_coalesced_ "
              "allgather_into_tensor_coalesced_ reduce_scatter_tensor_coalesced_").split():  # fmt: skip
-    libraries["c10d"].impl(name, functools.partial(collective, getattr(torch.ops.c10d, name).default), "CUDA")
+    libraries["c10d"].impl(name, partial(collective, getattr(torch.ops.c10d, name).default), "CUDA")
 
 
-def counted(name, function):
-    return lambda *args, **kwargs: (calls.update([name]), function(*args, **kwargs))[1]
+def counted(function, *args, **kwargs):
+    calls[function.__name__] += 1
+    return function(*args, **kwargs)
 
 
 def main():
     report, path, *runs = sys.argv[1:]
     sys.path.insert(0, str(Path(path).resolve().parent))
+    sys.argv = [path, *json.loads(runs[0])]  # a benchmark may read it when imported
     script, reports = importlib.import_module(Path(path).stem), []
-    for name in ("decode_step", "read_step"):
-        setattr(script, name, counted(name, getattr(script, name)))
+    for name in {"decode_step", "read_step"} & vars(script).keys():
+        setattr(script, name, partial(counted, getattr(script, name)))
     for flags in runs:
-        waits.clear(), calls.clear()
         sys.argv = [script.__file__, *json.loads(flags)]
         script.main()
         reports.append({"waits": dict(waits), "calls": dict(calls)})
-        if dist.is_initialized() and dist.get_world_size() == 1:
-            dist.destroy_process_group()  # several ranks would not find each other again
-    Path(f"{report}.{script.RANK}.json").write_text(json.dumps(reports))
+        waits.clear(), calls.clear()
+        if dist.is_initialized() and "RANK" not in os.environ:  # several ranks would not find each other again
+            dist.destroy_process_group()
+    Path(f"{report}.{os.environ.get('RANK', 0)}.json").write_text(json.dumps(reports))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ RUN = SMALL | dict(
     bootstrap_truncated=True, missing_eos_penalty=0.1, entropy_coef=0.01)
 FLOAT = RUN | dict(dtype="float32", num_iterations=1, run_name="float")
 ALONE = [
-    RUN | dict(run_name="half", save_every=1, activation_checkpointing=True, sft_steps=1),
-    RUN | dict(run_name="half", num_iterations=3, resume="auto"),
+    RUN | dict(run_name="half", num_iterations=1, save_every=1, activation_checkpointing=True, sft_steps=1,
+               micro_batch_tokens=2000), RUN | dict(run_name="half", resume="auto"),
     FLOAT, FLOAT | dict(run_name="compiled", compile="on"),
 ]  # fmt: skip
 TOGETHER = [FLOAT | dict(run_name="serial"), FLOAT | dict(run_name="apart", critic_ranks=1, save_every=1)]
@@ -54,7 +54,7 @@ def simulate(ppo, folder, runs, ranks=1):
 
 @simulated
 def test_one_process(ppo, tmp_path):
-    runs = ALONE if ppo.__name__ == "ppo_llm" else [ALONE[0] | dict(num_iterations=1), FLOAT]  # what differs
+    runs = ALONE if ppo.__name__ == "ppo_llm" else [ALONE[0] | dict(sft_steps=0), FLOAT]
     reports = simulate(ppo, tmp_path, runs)
     for waits, calls in reports:
         assert not {place: n for place, n in waits.items() if place.startswith(WITHOUT_WAITS)}
@@ -82,7 +82,7 @@ def test_compiled_code_has_no_graph_breaks_and_few_graphs(ppo, tmp_path):
     torch._dynamo.reset()
     counters.clear()
     flags = RUN | dict(device="cpu", dtype="bfloat16", compile="on", num_iterations=4, env_id="environments:Lengths-v0",
-                       max_prompt_tokens=40, log_dir=str(tmp_path), sft_steps=1)  # fmt: skip
+                       max_prompt_tokens=40, log_dir=str(tmp_path))  # fmt: skip
     try:
         with mock.patch.object(ppo, "compiled_decode_step", compiled), \
              mock.patch.object(torch.nn.Module, "compile", module_compile):  # fmt: skip
