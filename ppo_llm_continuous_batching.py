@@ -26,6 +26,7 @@ Compute is sharded over ranks, experience is replicated.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import dataclasses
@@ -90,7 +91,7 @@ class Args:
     env_kwargs: str = "{}"  # its arguments, a JSON object
     env_timeout: float = 60.0  # seconds it may take to answer
 
-    num_iterations: int = 200  # rollouts, each with its updates
+    num_iterations: int = 120  # rollouts, each with its updates
     rollout_batch_size: int = 512  # prompts per iteration
     n_samples_per_prompt: int = 1
     rollout_slots: int = 512  # samples decoded at once on each rank
@@ -168,7 +169,7 @@ class Rollout:
     tokens: Tensor  # [N, T] prompt, response, text of the environment, padding
     mask: Tensor  # [N, T] bool: sampled by the actor
     logprobs: Tensor  # [N, T] log-prob when sampled, 0 outside the mask
-    rewards: Tensor  # [N, T] the reward of a turn, on its last sampled token
+    rewards: Tensor  # [N, T] a turn's on its last sampled token, dense ones where they were earned
     lengths: Tensor  # [N]
     stop: list[str]  # "eos": ended; "length": cut at max_new_tokens; "env": truncated by the environment
     texts: list[str]  # what followed the prompt
@@ -194,11 +195,13 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     cached: int = 0  # tokens in the KV cache; the newest token never is
+    turn: int = 0  # index of the first token of the newest response
     stop: str = ""  # see Rollout; empty while it goes on
     success: bool = False
 
     def extend(self, ids: list[int], logprobs: list[float] | None = None) -> None:
         """Append tokens, sampled ones with their log-probs."""
+        self.turn = self.turn if logprobs is None else len(self.ids)
         self.ids += ids
         self.mask += [logprobs is not None] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
@@ -211,10 +214,23 @@ class Episode:
         self.prompt_length = len(self.ids)
         self.limit = self.prompt_length + args.max_new_tokens
 
+    def add_dense_rewards(self, pairs: list, tokenizer: HFTokenizer) -> None:
+        """(end, reward) is for response[:end]. It goes to the token that completes these characters."""
+        ids = self.ids[self.turn :]
+        response = tokenizer.decode(ids)
+        with rephrase(f"{self.where}: info['rewards'] must hold (end, finite reward), 1 <= end <= {len(response)}"):
+            for end, reward in pairs:
+                if not (1 <= end <= len(response) and math.isfinite(reward)):
+                    raise ValueError(f"not {(end, reward)}")
+                written = lambda n: tokenizer.decode(ids[: n + 1]).startswith(response[:end])
+                self.rewards[self.turn + bisect.bisect_left(range(len(ids)), True, key=written)] += reward
+
     def take_answer(self, answer: tuple, tokenizer: HFTokenizer) -> None:
-        """A reward, and the end of the episode or text for another turn."""
+        """Rewards, and the end of the episode or text for another turn."""
         text, reward, terminated, truncated, info = answer
         self.rewards[-1] = float(reward)
+        if info.get("rewards"):
+            self.add_dense_rewards(info["rewards"], tokenizer)
         self.success = bool(info.get("success", sum(self.rewards) > 0))
         if self.ids[-1] not in tokenizer.stop_ids:  # cut, whatever the environment says
             self.stop = "length"
@@ -1266,7 +1282,8 @@ def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTok
 # === 7. Text environments ===
 # gymnasium.Env with text as observation and action: reset(seed=...) -> (prompt, info), step(response) -> (text, reward,
 # terminated, truncated, info). A seed always gives the same prompt. info["demonstration"] of reset serves the warm
-# start, info["success"] of the last step accuracy.
+# start, info["success"] of the last step accuracy. info["rewards"] of step: dense or process rewards, a list of
+# (end, reward) for response[:end], end in characters, added to `reward`.
 # FORK: write yours like these two and pass --env-id my_module:MyEnv-v0.
 
 

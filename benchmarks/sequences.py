@@ -6,7 +6,10 @@
     python benchmarks/sequences.py dense=runs/a dense=runs/b end=runs/c ...    # draws benchmarks/sequences.png
 """
 
+import json
 import random
+import sys
+from pathlib import Path
 
 import gymnasium as gym
 
@@ -36,3 +39,24 @@ class Sequences(gym.Env):
 
 gym.register("Dense-v0", entry_point=Sequences, kwargs={"dense": True})
 gym.register("AtEnd-v0", entry_point=Sequences, kwargs={"dense": False})
+
+
+def main():
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    labels = list(dict.fromkeys(argument.partition("=")[0] for argument in sys.argv[1:]))
+    for argument in sys.argv[1:]:
+        label, _, folder = argument.partition("=")
+        rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+        for axis, name in zip(axes, ("reward", "accuracy"), strict=True):
+            seen = axis.get_legend_handles_labels()[1]
+            axis.plot([row["charts/episodes"] for row in rows], [row[f"objective/{name}"] for row in rows], linewidth=1,
+                      color=f"C{labels.index(label)}", label=None if label in seen else label)  # fmt: skip
+            axis.set(xlabel="samples", ylabel={"reward": "reward", "accuracy": "exact answers"}[name], ylim=(0, 1))
+            axis.legend()
+    figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
+
+
+if __name__ == "__main__":
+    main()

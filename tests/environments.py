@@ -45,6 +45,12 @@ class Endless(TextEnv):
         return self.feedback, 0.5, False, False, {}
 
 
+class Dense(TextEnv):  # two turns, in each half a point, and n for the n-th character
+    def turn(self, response):
+        rewards = [(n, n) for n in range(1, len(response) + 1)]
+        return "c", 0.5, len(self.seen) == 2, False, {"rewards": rewards}
+
+
 class Truncates(TextEnv):
     turn = lambda self, response: ("", 1.0, False, True, {})
 
@@ -90,7 +96,7 @@ class WrongSignature(TextEnv):
     step = lambda self, response, extra: self.turn(response)
 
 
-for cls in (TwoTurns, Endless, Truncates, Lengths, OneToken, NonAscii, Raises, Hangs, FourValues, WrongSignature):
+for cls in TwoTurns, Endless, Dense, Truncates, Lengths, OneToken, NonAscii, Raises, Hangs, FourValues, WrongSignature:
     gym.register(f"{cls.__name__}-v0", entry_point=cls)
 gym.register("Plain-v0", entry_point=TextEnv)
 gym.register("Constant-v0", entry_point=Reward)

@@ -76,8 +76,9 @@ def kernel(op, *args, **kwargs):
     args = [torch.tensor(x) if isinstance(x, bool | int | float) and "Tensor" in str(argument.type) else x
             for x, argument in zip(args, op._schema.arguments, strict=False)]  # fmt: skip
     name, given = op._schema.name, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    on_cuda, indices = [x.is_cuda for x in given if x.dim()], tree_leaves(args[1]) if name in INDEXING else []
-    if name in INDEXING:  # indices, and nothing else, may lie on the CPU
+    on_cuda = [x.is_cuda for x in given if x.dim() or "_fused" in name]  # numbers may be the CPU's, but Adam's step
+    indices = tree_leaves(args[1]) if name in INDEXING else []
+    if indices:  # these, and nothing else, may lie on the CPU
         on_cuda = [args[0].is_cuda, True, *(x.is_cuda for x in args[2:3] if x.dim())]
     if name != "aten::copy_" and len(set(on_cuda)) > 1:
         raise RuntimeError(f"{op} of " + ", ".join(f"{x.device} {[*x.shape]}" for x in given))
@@ -85,11 +86,10 @@ def kernel(op, *args, **kwargs):
         raise RuntimeError(f"{op}: a CPU generator for a CUDA tensor")
     if name == "aten::copy_" and args[0].is_cuda != args[1].is_cuda:
         if args[1].is_cuda or not any(args[2:]):  # a copy to the device from pinned memory need not wait
-            wait("copy to host" if args[1].is_cuda else "copy to device")
+            wait(f"copy to {'host' if args[1].is_cuda else 'device'}")
     elif name in READS or any(x is not None and x.dtype == torch.bool for x in indices):
         wait(name)
     originals, grown = {}, []
-
     def to_host(x):
         alias = moved(x, 1) if x.is_cuda else x
         if x.is_cuda and x.shape == (0,):  # perhaps an output that is to be resized

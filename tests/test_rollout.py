@@ -132,6 +132,30 @@ def test_two_turns_by_hand(ppo, tokenizer):
     assert batch.lengths.tolist() == [6, 6] and batch.stop == ["eos", "eos"]
 
 
+def test_dense_rewards_lie_on_their_characters_in_each_turn(ppo, tokenizer):
+    batch = run(ppo, random_model(ppo, tokenizer), tokenizer, make_envs("Dense", 16), samples=16)
+    for tokens, mask, rewards, *_ in rows(batch):
+        characters, expected = 0, []
+        for token, sampled, more in zip(tokens, mask, [*mask[1:], False], strict=True):
+            characters = characters + (token > 2) if sampled else 0  # of the turn, so far; ids 0 to 2 are special
+            expected.append(sampled * (token > 2) * characters + 0.5 * (sampled and not more))
+        assert rewards == expected
+
+
+def test_dense_rewards_of_tokens_that_are_not_characters(ppo):
+    """Tokens: ab, c, two bytes that are é, <eos> in the middle, d, <eos>."""
+    vocab = ["<eos>", *sorted(ppo.tokenizers.pre_tokenizers.ByteLevel.alphabet()), "ab"]
+    bpe = ppo.tokenizers.ByteLevelBPETokenizer({token: i for i, token in enumerate(vocab)}, [("a", "b")])
+    hf = ppo.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<eos>")
+    tokenizer, episode = ppo.HFTokenizer("bytes", hf), ppo.Episode(None, "sample 7")
+    episode.extend([*tokenizer.encode("abcé"), 0, *tokenizer.encode("d"), 0], 7 * [0.0])
+    episode.add_dense_rewards([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 16.0), (5, 32.0)], tokenizer)
+    assert episode.rewards == [3.0, 4.0, 0.0, 8.0, 0.0, 48.0, 0.0]
+    for wrong in [(0, 1.0)], [(6, 1.0)], [(1, math.nan)], [("1", 1.0)], [(1, "1.0")], [1], 1:
+        with pytest.raises(ppo.UserError, match="sample 7: info"):
+            episode.add_dense_rewards(wrong, tokenizer)
+
+
 @pytest.mark.parametrize("feedback", ["fade", ""])
 def test_an_endless_environment_gives_truncated_rows(ppo, tokenizer, feedback):
     envs = make_envs("Endless", 16, feedback=feedback)
@@ -316,17 +340,3 @@ def test_environments_are_called_side_by_side(ppo, tokenizer, monkeypatch):
     started = time.monotonic()
     run(ppo, scripted_model(ppo, tokenizer, {}), tokenizer, samples=16)
     assert time.monotonic() - started < 16 * 0.2 / 2
-
-
-@pytest.mark.parametrize(("env", "reason"), [
-    ("RewardNaN", "('', nan, "), ("RewardInf", "('', inf, "), ("RewardNone", "('', None, "),
-    ("RewardString", "('', '1.0', "), ("Raises", "RuntimeError: the judge is out of order"),
-    ("Hangs", "--env-timeout 1 "), ("FourValues", "('', 1.0, True, {})"),
-])  # fmt: skip
-def test_a_failure_names_environment_sample_seed_and_prompt(ppo, tokenizer, env, reason):
-    envs = [*make_envs("Plain", 2), *make_envs(env, 1), *make_envs("Plain", 2)]
-    with pytest.raises(ppo.UserError) as error:
-        run(ppo, random_model(ppo, tokenizer), tokenizer, envs, ids=[(i + 2, i + 7) for i in range(5)], env_timeout=1.0)
-    for part in (f"{env}-v0", "sample 9", "seed 4", "'day='", "step()", reason):
-        assert part in str(error.value)
-    assert "\n" not in str(error.value)

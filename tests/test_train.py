@@ -141,7 +141,7 @@ def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, c
     assert seen.summary["update_steps"] == seen.rows[-1]["charts/actor_steps"] == actor
     assert sum(len(batch.texts) for batch in seen.batches) == plan.episodes_total
     assert [name for name, _ in itertools.groupby(names)][:2] == ["critic", "actor"]
-    assert ppo.plan_steps(ppo.Args()) == (512, 4, 8, 8, 1600, 1600, 102400)  # what the README says
+    assert ppo.plan_steps(ppo.Args()) == (512, 4, 8, 8, 960, 960, 61440)  # what the README says
 
 
 def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_iterations(run):
