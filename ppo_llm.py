@@ -4,7 +4,7 @@ A language model (the actor) answers prompts, a text environment rewards the ans
 (https://arxiv.org/abs/1707.06347) makes rewarded tokens more likely. A second transformer (the critic) predicts the
 reward still to come, and a frozen copy of the actor (the reference) limits how far it drifts.
 
-    python ppo_llm.py             # a tiny model learns to sort digits, on the CPU, in two minutes
+    python ppo_llm.py             # a tiny model learns to sort digits, on the CPU, in a minute or two
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
         --eval-env-kwargs '{"path": "test.jsonl"}'
     torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # models sharded over eight GPUs
@@ -89,7 +89,7 @@ class Args:
     env_kwargs: str = "{}"  # its arguments, a JSON object
     env_timeout: float = 60.0  # seconds it may take to answer
 
-    num_iterations: int = 120  # rollouts, each with its updates
+    num_iterations: int = 85  # rollouts, each with its updates
     rollout_batch_size: int = 512  # prompts per iteration
     n_samples_per_prompt: int = 1
     rollout_slots: int = 512  # samples decoded at once on each rank
@@ -101,10 +101,10 @@ class Args:
 
     ppo_epochs: int = 2  # passes of the actor over a rollout
     critic_epochs: int | None = None  # passes of the critic; default ppo_epochs
-    train_batch_size: int = 128  # samples per optimizer step
+    train_batch_size: int = 64  # samples per optimizer step
     micro_batch_tokens: int = 16384  # padded tokens per forward and rank
-    actor_lr: float | None = None  # default 3e-4, with --model 1e-6
-    critic_lr: float | None = None  # default 5e-4, with --model 1e-5
+    actor_lr: float | None = None  # default 5e-4, with --model 1e-6
+    critic_lr: float | None = None  # default 8e-4, with --model 1e-5
     lr_end: float = 0.05  # learning rates decay linearly to this share
     critic_warmup_iterations: int = 0  # first iterations, without the actor
     max_grad_norm: float = 1.0  # gradient clipping norm, of each model
@@ -1402,7 +1402,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 SFT_BATCH_SIZE = 256  # demonstrations per supervised step
 DEFAULTS = {  # without --model, with --model
     "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (100, 0), "sft_lr": (1.3e-3, 1e-5),
-    "actor_lr": (3e-4, 1e-6), "critic_lr": (5e-4, 1e-5), "kl_coef": (0.0, 0.01),
+    "actor_lr": (5e-4, 1e-6), "critic_lr": (8e-4, 1e-5), "kl_coef": (0.0, 0.01),
 }
 AT_MOST_1 = ("gamma", "gae_lambda", "lr_end", "ref_sync_alpha", "clip_low")
 MAY_BE_0 = ("seed", "sft_steps", "sft_lr", "actor_lr", "critic_lr", "lr_end", "gamma", "gae_lambda", "kl_coef",

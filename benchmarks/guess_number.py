@@ -1,7 +1,7 @@
 """A task of several turns: guess a number from 0 to 7. The environment answers "<" or ">"; a wrong guess costs 0.2.
 
     PYTHONPATH=benchmarks python ppo_llm.py --env-id guess_number:GuessNumber-v0 --max-new-tokens 24 \
-        --num-iterations 120 --ppo-epochs 4
+        --num-iterations 120 --train-batch-size 128 --ppo-epochs 4 --actor-lr 3e-4 --critic-lr 5e-4
     python benchmarks/guess_number.py runs/a runs/b ...     # of such runs: a table, and benchmarks/guess_number.png
 
 Binary search is the best possible: 2.625 guesses on average (one number is found at the first, two at the second, four
@@ -24,16 +24,15 @@ BEST = 2.625  # guesses
 class GuessNumber(gym.Env):
     def reset(self, *, seed=None, options=None):
         rng = random.Random(seed)
-        self.number = rng.randrange(8)
+        self.number, self.hint = rng.randrange(8), "?"
         return "<>01234567?", {"demonstration": str(rng.randrange(8))}
 
     def step(self, response):
         if response == str(self.number):
             return "", 1.0, True, False, {"success": True}
-        answer = "?"  # that was no number
-        if response in list("01234567"):
-            answer = "<" if self.number < int(response) else ">"
-        return answer, -0.2, False, False, {"success": False}
+        if response in list("01234567"):  # else the hint is repeated
+            self.hint = "<" if self.number < int(response) else ">"
+        return self.hint, -0.2, False, False, {"success": False}
 
 
 gym.register("GuessNumber-v0", entry_point=GuessNumber)

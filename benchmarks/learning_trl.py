@@ -4,9 +4,9 @@
     python benchmarks/learning_trl.py 1 trl       # some seeds, some sides (trl, matched, defaults); adds to the results
     python benchmarks/learning_trl.py plot        # draws what is there again
 
-All sides start from the same warm-started checkpoint of a seed and get the same prompts and reward, batch and minibatch
-size, epochs, generation length and temperature. `matched` is ours as near to TRL as flags go: its learning rate, joint
-for actor and critic, decaying to 0, KL, clip ranges, GAE. `defaults` has our own. What no flag removes: TRL's loss is a
+All sides start from the same warm-started checkpoint of a seed and get the same prompts and reward, batch size, epochs,
+generation length and temperature. `matched` is ours as near to TRL as flags go: its minibatches of 128, learning rate,
+for actor and critic alike, decaying to 0, KL, clip ranges, GAE. `defaults` has ours. No flag removes: TRL's loss is a
 sum of both losses with one clipped gradient norm; it averages over the tokens of a microbatch, which is a minibatch
 here, over all response positions for the critic; and it places the reward one position behind EOS. Every five
 iterations the policy answers the same 512 held-out prompts, sampled at temperature 1, by the same code for all sides.
@@ -30,8 +30,8 @@ SIDES, SAMPLES, ITERATIONS, LEARNING_RATE = ("trl", "matched", "defaults"), 512,
 RESULTS = Path("runs/learning_trl.json")
 TASK = dict(rollout_batch_size=SAMPLES, max_prompt_tokens=16, max_new_tokens=8, ppo_epochs=2, device="cpu",
             save_every=0)  # fmt: skip
-MATCHED = dict(actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, lr_end=0.0, kl_coef=0.01, value_clip=0.2)
-DEFAULTS = dict(actor_lr=3e-4, critic_lr=5e-4, kl_coef=0.0)
+MATCHED = dict(train_batch_size=128, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, lr_end=0.0, kl_coef=0.01)
+DEFAULTS = dict(train_batch_size=64, actor_lr=5e-4, critic_lr=8e-4, kl_coef=0.0)
 
 
 def train(folder: str, run_name: str, **flags) -> Path:

@@ -1,8 +1,10 @@
 """Partial credit: continue a sequence of digits, as "258:" -> "14703" (steps of 3, modulo 10).
 
     export PYTHONPATH=benchmarks
-    python ppo_llm.py --env-id sequences:Dense-v0 --sft-steps 0       # each right character is rewarded where it stands
-    python ppo_llm.py --env-id sequences:AtEnd-v0 --sft-steps 0       # the same sum, on the last token
+    flags="--sft-steps 0 --num-iterations 150 --max-new-tokens 7 --train-batch-size 128 --ppo-epochs 4"
+    flags="$flags --actor-lr 5e-4 --critic-lr 5e-4"
+    python ppo_llm.py --env-id sequences:Dense-v0 $flags --gamma 0.5   # for each right character, where it stands
+    python ppo_llm.py --env-id sequences:AtEnd-v0 $flags               # the same sum, on the last token
     python benchmarks/sequences.py dense=runs/a dense=runs/b end=runs/c ...    # draws benchmarks/sequences.png
 """
 

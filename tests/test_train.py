@@ -141,7 +141,7 @@ def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, c
     assert seen.summary["update_steps"] == seen.rows[-1]["charts/actor_steps"] == actor
     assert sum(len(batch.texts) for batch in seen.batches) == plan.episodes_total
     assert [name for name, _ in itertools.groupby(names)][:2] == ["critic", "actor"]
-    assert ppo.plan_steps(ppo.Args()) == (512, 4, 8, 8, 960, 960, 61440)  # what the README says
+    assert ppo.plan_steps(ppo.Args()) == (512, 8, 16, 16, 1360, 1360, 43520)  # what the README says
 
 
 def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_iterations(run):
@@ -388,7 +388,7 @@ def test_run_folder_holds_what_it_should(ppo, tmp_path):
     for when in ("eval_before", "eval_after"):
         assert set(summary[when]) == {"accuracy", "greedy_accuracy", "reward", "response_tokens"}
     args = json.loads((folder / "config.json").read_text())["args"]
-    assert args["critic_lr"] == 5e-4 and args["rollout_batch_size"] == 12  # with what None has become
+    assert args["critic_lr"] == 8e-4 and args["rollout_batch_size"] == 12  # with what None has become
     completions = lines(folder, "completions")
     assert len(completions) == 2 * 4 and completions[0]["prompt"] == seen.batches[0].prompts[0]
     assert set(completions[0]) == {"step", "prompt", "response", "reward", "stop", "n_tokens", "kl"}
