@@ -1,5 +1,4 @@
-"""`ppo` is a script as a module: a test that takes it runs for each script, or, marked `shared` (not `both`), for the
-first alone. That is for sections that are the same in both scripts, which test_diff.py checks."""
+"""`ppo` is each script as a module; in tests marked `shared` (not `both`), of what both have, the first alone."""
 
 import importlib
 import os

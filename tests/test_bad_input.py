@@ -86,9 +86,10 @@ def test_environment_whose_prompts_are_malformed_or_too_long(ppo, tmp_path, retu
 
 @pytest.mark.both
 @pytest.mark.parametrize(("env", "part"), [
-    ("RewardNaN", "('', nan, "), ("RewardNone", "('', None, "), ("RewardString", "('', '1.0', "),
-    ("Raises", "RuntimeError: the judge is out of order"), ("FourValues", "step() returned ('', 1.0, True, {})"),
-    ("WrongSignature", "TypeError"), ("Hangs", "step() gave no answer within --env-timeout 1 s"),
+    ("RewardNaN", "('', nan, "), ("RewardInf", "('', inf, "), ("RewardNone", "('', None, "),
+    ("RewardString", "('', '1.0', "), ("Raises", "RuntimeError: the judge is out of order"),
+    ("FourValues", "step() returned ('', 1.0, True, {})"), ("WrongSignature", "TypeError"),
+    ("Hangs", "step() gave no answer within --env-timeout 1 s"),
 ])  # fmt: skip
 def test_environment_that_fails_is_named_with_sample_and_prompt(ppo, tmp_path, env, part):
     where = f"environment {env}-v0, sample 0, seed 0, prompt 'ab='"

@@ -151,8 +151,8 @@ def test_ranks_without_rows_make_the_same_calls_and_do_not_count(ppo, launch, mo
     same_run(more / "few", launch(ppo, 1, ("few", FEW, None)) / "few")
 
 
-@pytest.mark.parametrize(("ranks", "budget"), [(2, 1), (3, 4096), (8, 16384)])
-def test_ranks_get_as_many_microbatches_of_nearly_the_same_tokens(ppo, ranks, budget):
+@pytest.mark.parametrize(("ranks", "budget", "bound"), [(2, 1, 1.06), (3, 4096, 1.12), (8, 16384, 1.38)])
+def test_ranks_get_as_many_microbatches_of_nearly_the_same_tokens(ppo, ranks, budget, bound):
     lengths = (torch.randn(512) + 5).exp().long().clamp(2, 4096)
     minibatch, shares = torch.randperm(512)[:256], []
     for rank in range(ranks):
@@ -164,7 +164,7 @@ def test_ranks_get_as_many_microbatches_of_nearly_the_same_tokens(ppo, ranks, bu
     assert len({len(share) for share in shares}) == 1
     tokens = [[int(lengths[part].sum()) for part in share] for share in shares]
     slowest = sum(map(max, zip(*tokens, strict=True)))  # FSDP waits for it at each microbatch
-    assert slowest <= 1.4 * sum(map(sum, tokens)) / ranks
+    assert slowest <= bound * sum(map(sum, tokens)) / ranks
     assert all(len(part) * int(lengths[part].max()) <= budget for part in parts if len(part) > 1)
 
 
