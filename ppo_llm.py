@@ -89,25 +89,25 @@ class Args:
     env_kwargs: str = "{}"  # its arguments, a JSON object
     env_timeout: float = 60.0  # seconds it may take to answer
 
-    num_iterations: int = 85  # rollouts, each with its updates
-    rollout_batch_size: int = 512  # prompts per iteration
+    num_iterations: int = 140  # rollouts, each with its updates
+    rollout_batch_size: int = 256  # prompts per iteration
     n_samples_per_prompt: int = 1
     rollout_slots: int = 512  # samples decoded at once on each rank
     max_prompt_tokens: int | None = None  # default 16, with --model 512
     max_new_tokens: int | None = None  # with feedback; default 8, with --model 256
     temperature: float = 1.0  # in sampling, old, new and reference log-probs
-    sft_steps: int | None = None  # warm-start steps; default 100, with --model 0
+    sft_steps: int | None = None  # warm-start steps; default 120, with --model 0
     sft_lr: float | None = None  # default 1.3e-3, with --model 1e-5
 
     ppo_epochs: int = 2  # passes of the actor over a rollout
     critic_epochs: int | None = None  # passes of the critic; default ppo_epochs
     train_batch_size: int = 64  # samples per optimizer step
     micro_batch_tokens: int = 16384  # padded tokens per forward and rank
-    actor_lr: float | None = None  # default 5e-4, with --model 1e-6
-    critic_lr: float | None = None  # default 8e-4, with --model 1e-5
+    actor_lr: float | None = None  # default 4e-4, with --model 1e-6
+    critic_lr: float | None = None  # default 6e-4, with --model 1e-5
     lr_end: float = 0.05  # learning rates decay linearly to this share
     critic_warmup_iterations: int = 0  # first iterations, without the actor
-    max_grad_norm: float = 1.0  # gradient clipping norm, of each model
+    max_grad_norm: float = 1.0  # gradient clipping norm of each model
 
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95
@@ -119,7 +119,7 @@ class Args:
     target_kl: float | None = None  # actor steps end when approx_kl exceeds it
     recompute_old_logprobs: bool = True  # if off, use the sampler's
     rollout_is_cap: float | None = None  # cap of weights pi_old / pi_sampler
-    kl_coef: float | None = None  # KL to the reference; default 0, with --model 0.01
+    kl_coef: float | None = None  # KL to reference; default 0.05, with --model 0.01
     kl_in: Literal["reward", "loss"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1, in the loss k3
     ref_sync_every: int = 0  # iterations between its updates; 0: never
@@ -1401,8 +1401,8 @@ RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 SFT_BATCH_SIZE = 256  # demonstrations per supervised step
 DEFAULTS = {  # without --model, with --model
-    "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (100, 0), "sft_lr": (1.3e-3, 1e-5),
-    "actor_lr": (5e-4, 1e-6), "critic_lr": (8e-4, 1e-5), "kl_coef": (0.0, 0.01),
+    "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (120, 0), "sft_lr": (1.3e-3, 1e-5),
+    "actor_lr": (4e-4, 1e-6), "critic_lr": (6e-4, 1e-5), "kl_coef": (0.05, 0.01),
 }
 AT_MOST_1 = ("gamma", "gae_lambda", "lr_end", "ref_sync_alpha", "clip_low")
 MAY_BE_0 = ("seed", "sft_steps", "sft_lr", "actor_lr", "critic_lr", "lr_end", "gamma", "gae_lambda", "kl_coef",

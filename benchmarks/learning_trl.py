@@ -8,8 +8,8 @@ All sides start from the same warm-started checkpoint of a seed and get the same
 generation length and temperature. `matched` is ours as near to TRL as flags go: its minibatches of 128, learning rate,
 for actor and critic alike, decaying to 0, KL, clip ranges, GAE. `defaults` has ours. No flag removes: TRL's loss is a
 sum of both losses with one clipped gradient norm; it averages over the tokens of a microbatch, which is a minibatch
-here, over all response positions for the critic; and it places the reward one position behind EOS. Every five
-iterations the policy answers the same 512 held-out prompts, sampled at temperature 1, by the same code for all sides.
+here, over all response positions for the critic; and it places the reward one position behind EOS. Every 2,560
+samples the policy answers the same 512 held-out prompts, sampled at temperature 1, by the same code for all sides.
 """
 
 import contextlib
@@ -27,11 +27,13 @@ import torch
 from common import ppo_llm
 
 SIDES, SAMPLES, ITERATIONS, LEARNING_RATE = ("trl", "matched", "defaults"), 512, 100, 3e-4
+EVERY = 5 * SAMPLES  # between two evaluations
 RESULTS = Path("runs/learning_trl.json")
-TASK = dict(rollout_batch_size=SAMPLES, max_prompt_tokens=16, max_new_tokens=8, ppo_epochs=2, device="cpu",
+TASK = dict(max_prompt_tokens=16, max_new_tokens=8, ppo_epochs=2, device="cpu",
             save_every=0)  # fmt: skip
-MATCHED = dict(train_batch_size=128, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, lr_end=0.0, kl_coef=0.01)
-DEFAULTS = dict(train_batch_size=64, actor_lr=5e-4, critic_lr=8e-4, kl_coef=0.0)
+MATCHED = dict(rollout_batch_size=SAMPLES, train_batch_size=128, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE,
+               lr_end=0.0, kl_coef=0.01)  # fmt: skip
+DEFAULTS = dict(rollout_batch_size=256, train_batch_size=64, actor_lr=4e-4, critic_lr=6e-4, kl_coef=0.05)
 
 
 def train(folder: str, run_name: str, **flags) -> Path:
@@ -48,9 +50,10 @@ class HeldOut:
         self.args = ppo_llm.Args(max_prompt_tokens=16, max_new_tokens=8, compile="off")
         self.envs = [ppo_llm.gym.make("SortDigits-v0", disable_env_checker=True, split="test") for _ in range(512)]
 
-    def add(self, iteration: int, model: ppo_llm.Transformer) -> None:
-        batch = ppo_llm.rollout(model, self.tokenizer, self.envs, range(512), range(512), self.args, -1 - iteration)
-        self.curve.append((iteration * SAMPLES, sum(batch.success) / 512))
+    def add(self, samples: int, model: ppo_llm.Transformer) -> None:
+        noise = -1 - samples // SAMPLES
+        batch = ppo_llm.rollout(model, self.tokenizer, self.envs, range(512), range(512), self.args, noise)
+        self.curve.append((samples, sum(batch.success) / 512))
 
 
 def ours(folder: str, seed: int, checkpoint: Path, flags: dict) -> list:
@@ -59,20 +62,21 @@ def ours(folder: str, seed: int, checkpoint: Path, flags: dict) -> list:
     def copy_weights(source, target, *rest, **kwargs):  # the last call of an iteration is that for the sampler
         copy(source, target, *rest, **kwargs)
         if ppo_llm_state and target is ppo_llm_state[0]:
-            iteration = len(ppo_llm_state) - 1
-            ppo_llm_state.append(iteration)
-            if iteration % 5 == 0:
-                held_out.add(iteration, target)
+            samples = (len(ppo_llm_state) - 1) * batch_size
+            ppo_llm_state.append(samples)
+            if samples % EVERY == 0:
+                held_out.add(samples, target)
 
     def build_models(*args):
         tokenizer, models = build(*args)
         ppo_llm_state.append(models[-1])
         return tokenizer, models
 
-    ppo_llm_state, build = [], ppo_llm.build_models
+    ppo_llm_state, build, batch_size = [], ppo_llm.build_models, flags["rollout_batch_size"]
     with unittest.mock.patch.object(ppo_llm, "copy_weights", copy_weights), \
          unittest.mock.patch.object(ppo_llm, "build_models", build_models):  # fmt: skip
-        train(folder, f"ours{flags['kl_coef']}", model=str(checkpoint), seed=seed, num_iterations=ITERATIONS, **flags)
+        train(folder, f"ours{flags['kl_coef']}", model=str(checkpoint), seed=seed,
+              num_iterations=SAMPLES * ITERATIONS // batch_size, **flags)  # fmt: skip
     return held_out.curve
 
 
@@ -123,9 +127,9 @@ def trl(folder: str, seed: int, checkpoint: Path) -> list:
 
     def log(metrics, *rest):  # once, after the updates of an iteration
         iteration = next(updates)
-        if iteration % 5 == 0:
+        if iteration * SAMPLES % EVERY == 0:
             model.load_state_dict(policy.state_dict(), strict=False)
-            held_out.add(iteration, model)
+            held_out.add(iteration * SAMPLES, model)
 
     held_out.add(0, model)
     trainer.log = log

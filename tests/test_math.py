@@ -328,7 +328,7 @@ def test_update_steps_follow_the_formula(ppo):
 
 
 def test_defaults_fill_what_was_not_given(ppo):
-    for model, expected in ((None, (5e-4, 8e-4, 100, 0, 8)), ("folder", (1e-6, 1e-5, 0, 0.01, 256))):
+    for model, expected in ((None, (4e-4, 6e-4, 120, 0.05, 8)), ("folder", (1e-6, 1e-5, 0, 0.01, 256))):
         args = ppo.Args(model=model)
         ppo.validate(args)
         assert (args.actor_lr, args.critic_lr, args.sft_steps, args.kl_coef, args.max_new_tokens) == expected
