@@ -14,8 +14,8 @@ transformer, 6. tokenizer and Hugging Face checkpoints, 7. text environments, 8.
 sharding, building the models, 10. run folder, saving, resuming.
 
 Terminology. The actor is the policy being trained, and it also samples, through a whole copy on every rank (the
-sampler). The old policy is the actor as it was when it sampled; it exists only as `old_logprobs`. A sample is one
-episode: prompt, response, and further turns if there are any. An iteration is one rollout and all updates on it, a
+sampler). The old policy is the actor before the updates of an iteration; it exists only as `old_logprobs`. A sample is
+one episode: prompt, response, and further turns if there are any. An iteration is one rollout and all updates on it, a
 minibatch is one optimizer step, a microbatch one forward and backward pass.
 
 Layout. Rows start at index 0 and are right-padded. Everything is stored at the token's own index: `mask[b, t]` is 1 if
@@ -83,7 +83,8 @@ class Args:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes; auto: bfloat16 on cuda
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on with cuda
-    critic_ranks: int = 0  # the last ranks, for the critic alone
+    critic_ranks: int = 0  # ranks for the critic alone, behind the actor's
+    rollout_ranks: int = 0  # the last ranks, which only sample, one iteration ahead
     activation_checkpointing: bool = False  # recompute activations in the backward pass
 
     model: str | None = None  # Hugging Face folder; default a tiny Llama
@@ -96,7 +97,7 @@ class Args:
     n_samples_per_prompt: int = 1
     rollout_slots: int = 512  # samples decoded at once on each rank
     max_prompt_tokens: int | None = None  # default 16, with --model 512
-    max_new_tokens: int | None = None  # with feedback; default 8, with --model 256
+    max_new_tokens: int | None = None  # feedback included; default 8, with --model 256
     temperature: float = 1.0  # in sampling, old, new and reference log-probs
     sft_steps: int | None = None  # warm-start steps; default 120, with --model 0
     sft_lr: float | None = None  # default 1.3e-3, with --model 1e-5
@@ -120,11 +121,11 @@ class Args:
     entropy_coef: float = 0.0  # weight of the entropy bonus
     target_kl: float | None = None  # actor steps end when approx_kl exceeds it
     recompute_old_logprobs: bool = True  # if off, use the sampler's
-    rollout_is_cap: float | None = None  # cap of weights pi_old / pi_sampler
+    rollout_is_cap: float | None = None  # of pi_old / pi_sampler; default 2 with rollout ranks, else off
     kl_coef: float | None = None  # KL to reference; default 0.05, with --model 0.01
     kl_in: Literal["reward", "loss"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1, in the loss k3
-    ref_sync_every: int = 0  # iterations between its updates; 0: never
+    ref_sync_every: int = 0  # iterations between updates of the reference; 0: never
     ref_sync_alpha: float = 1.0  # reference = alpha * actor + (1 - alpha) * reference
     missing_eos_penalty: float = 0.0  # of samples without a stop token
     bootstrap_truncated: bool = False  # truncated samples end with V(last state)
@@ -175,7 +176,7 @@ class Rollout:
     texts: list[str]  # what followed the prompt
     stats: dict[str, float]
     prompts: list[str]
-    success: list[bool]  # info["success"] of the last step, else rewards > 0
+    success: list[bool]  # info["success"] of the last step, else sum of rewards > 0
 
 
 @dataclass(eq=False)
@@ -222,8 +223,9 @@ class Episode:
             for end, reward in pairs:
                 if not (1 <= end <= len(response) and math.isfinite(reward)):
                     raise ValueError(f"not {(end, reward)}")
-                written = lambda n: tokenizer.decode(ids[: n + 1]).startswith(response[:end])
-                self.rewards[self.turn + bisect.bisect_left(range(len(ids)), True, key=written)] += reward
+                completes = lambda n: tokenizer.decode(ids[: n + 1]).startswith(response[:end])
+                n = bisect.bisect_left(range(len(ids)), True, key=completes)  # the first
+                self.rewards[self.turn + n] += reward
 
     def take_answer(self, answer: tuple, tokenizer: HFTokenizer) -> None:
         """Rewards, and the end of the episode or text for another turn."""
@@ -612,22 +614,6 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
-def concatenate(parts: list):
-    """The samples of several Experiences, or Rollouts, padded to the longest."""
-    T = max(part.tokens.shape[1] for part in parts)
-
-    def join(*values):
-        if isinstance(values[0], list):
-            return [item for value in values for item in value]
-        if isinstance(values[0], dict):  # means of statistics
-            return {name: sum(value[name] for value in values) / len(values) for name in values[0]}
-        if values[0] is None:
-            return None
-        return torch.cat([F.pad(x, (0, T - x.shape[1])) if x.ndim == 2 else x for x in values])
-
-    return type(parts[0])(*map(join, *(vars(part).values() for part in parts)))
-
-
 def sampled_and_predictor(mb: Experience) -> tuple[Tensor, Tensor]:
     """Flat indices [n] into B * T: of the sampled tokens, and of the positions whose outputs predict them.
 
@@ -723,21 +709,23 @@ def train(args: Args) -> dict:
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     # --- Ranks, environments, models (None on ranks that do not hold them), run folder
     plan = validate(args, WORLD_SIZE)
-    world, actors, critics, dtype = connect(args)
+    world, trainers, actors, critics, players, dtype = connect(args)
     device, N = world.device, plan.samples_per_iteration
-    envs, eval_envs = make_envs(args, N, world), make_envs(args, args.eval_episodes, world, evaluation=True)
-    tokenizer, models = build_models(args, envs[0], eval_envs[0], world, actors, critics, dtype)
+    envs, eval_envs = make_envs(args, N, players), make_envs(args, args.eval_episodes, world, evaluation=True)
+    tokenizer, models = build_models(args, envs[0], eval_envs[0], trainers, actors, critics, dtype)
     actor, critic, reference, sampler = models
     actor_optimizer, critic_optimizer = make_optimizer(actor), make_optimizer(critic)
     trained = {"actor": (actor, actor_optimizer, actors), "critic": (critic, critic_optimizer, critics),
                "reference": (reference, None, actors)}  # fmt: skip
     state = resume(args, trained, world)
+    if state.ahead and (not args.rollout_ranks or len(state.ahead.prompts) != N):
+        state.ahead = None  # of other flags: sampled again
     copy_weights(actor, sampler, actors, world)
     run = RunFolder(args, state, world)
     stack.push(run)
     print0(f"{run.path}: {device.type}, {dtype}, {world.size} ranks\n{step_table(args, plan)}")
     signals_received = catch_signals(stack)
-    play = functools.partial(rollout_on_all_ranks, world, sampler, tokenizer)
+    play = functools.partial(rollout_on_ranks, world, sampler, tokenizer)
     stop_ids = torch.tensor(tokenizer.stop_ids, device=device)
     state.eval_before = state.eval_before or evaluate(play, eval_envs, args, state.iteration)
     run.print_results("before", state.eval_before)
@@ -746,32 +734,52 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     def logprobs_of(model, mb):
         return sampled_logprobs(model, mb, args.temperature)[0]
 
+    def sample_iteration() -> Rollout:
+        seeds = [state.prompts + i // args.n_samples_per_prompt for i in range(N)]  # samples of a prompt are adjacent
+        return play(envs, seeds, args, state.iteration, players=players)
+
+    def hand_over() -> int:
+        """Samples of --rollout-ranks to all, then new weights to the samplers. Returns a received signal, or 0."""
+        if args.rollout_ranks and state.iteration < args.num_iterations:
+            state.ahead = sample_iteration()  # rollout ranks sample, with the weights before the update; trainers wait
+        copy_weights(actor, sampler, actors, world)
+        return max(world.gather(max(signals_received, default=0)))
+
+    # With --rollout-ranks these sample for iteration i + 1 while the trainers update on iteration i: samples are of
+    # weights one iteration old, for which weights pi_old / pi_sampler correct, as in decoupled PPO
+    # (https://arxiv.org/abs/2110.00641, https://arxiv.org/abs/2505.24298). With --no-recompute-old-logprobs the sampler
+    # is the old policy, and PPO clips around it.
     while state.iteration < args.num_iterations and not interrupt:
         iteration = state.iteration
         clock = [time.time()]  # ends of phases, as the host sees them
 
-        # --- Rollout: every rank plays some of the episodes and gets all of them
-        seeds = [state.prompts + i // args.n_samples_per_prompt for i in range(N)]  # samples of a prompt are adjacent
-        batch = play(envs, seeds, args, iteration)
+        # --- Rollout: every rank plays some of the episodes (with --rollout-ranks these alone) and gets all of them
+        age = int(state.ahead is not None)  # of the sampler's weights, in iterations
+        batch = state.ahead or sample_iteration()
+        state.ahead = None
+        if trainers.index is None:  # a rollout rank: on to the next samples
+            state.advance(args, [], [])
+            interrupt = hand_over()
+            continue
         experience = Experience.from_rollout(batch, device)
         mask = experience.mask
         clock.append(time.time())
 
-        # --- Old log-probs, reference log-probs and values: recorded before the first update, then frozen. The first
-        # ratio is 1 up to rounding, since the same forward computes the new log-probs
+        # --- Old log-probs, reference log-probs and values: recorded before the first update, then frozen. If old ones
+        # are recomputed, the first ratio is 1 up to rounding, since the same forward computes the new ones
         trainer = actor if args.recompute_old_logprobs else None
         old_logprobs = forward_all(trainer, experience, logprobs_of, actors, args)
         ref_logprobs = forward_all(reference, experience, logprobs_of, actors, args)
         values = forward_all(critic, experience, sampled_values, critics, args)
         bootstrap = forward_all(critic if args.bootstrap_truncated else None, experience, last_values, critics, args)
         for x in (old_logprobs, ref_logprobs, values, bootstrap):
-            world.sum(x)  # in place; each rank has computed some of the rows, the others are 0
+            trainers.sum(x)  # in place; each rank has computed some of the rows, the others are 0
         if not args.recompute_old_logprobs:
             old_logprobs = experience.logprobs
         if args.kl_coef == 0:
             ref_logprobs = old_logprobs  # no reference: the KL is 0
 
-        # --- Rewards [N, T]: of each turn, missing-EOS penalty on the last token, KL on every token
+        # --- Rewards [N, T]: of turns and dense ones, missing-EOS penalty on the last token, KL on every token
         rewards = experience.rewards.clone()
         samples, last = torch.arange(N, device=device), experience.lengths - 1  # [N]
         no_eos = (experience.tokens[samples, last][:, None] != stop_ids).all(dim=-1)  # [N]
@@ -848,34 +856,36 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                 actor_steps.append(step)
             if early_stop:
                 break
-        copy_weights(actor, sampler, actors, world)
         clock.append(time.time())
         if args.ref_sync_every and (iteration + 1) % args.ref_sync_every == 0 and reference:
             for target, source in zip(reference.parameters(), actor.parameters()):
                 target.detach().lerp_(source.detach(), args.ref_sync_alpha)
 
-        # --- Diagnosis, logging, saving
-        actor_steps = world.gather(actor_steps)[0]  # the first rank always trains the actor,
-        critic_steps = world.gather(critic_steps)[-1]  # the last one the critic
-        signals = ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, actors, world, args)
-        signals |= {"phase": "critic_warmup" if warmup else "train", "planned": plan.update_steps,
+        # --- Hand over, diagnosis, logging, saving
+        actor_steps = trainers.gather(actor_steps)[0]  # the first rank always trains the actor,
+        critic_steps = trainers.gather(critic_steps)[-1]  # the last trainer the critic
+        state.advance(args, actor_steps, critic_steps)
+        interrupt = hand_over()
+        clock.append(time.time())
+        signals = ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, actors, trainers, args)
+        signals |= {"sampler_age": age, "old_age": 0 if args.recompute_old_logprobs else age,
+                    "phase": "critic_warmup" if warmup else "train", "planned": plan.update_steps,
                     "early_stop": bool(args.target_kl) and not warmup and len(actor_steps) < plan.update_steps,
                     "adv_raw_std": advantage_std, "compute_dtype": str(dtype)}  # fmt: skip
         diagnosis = diagnose_ratio(signals)
         clock.append(time.time())
-        state.advance(args, actor_steps, critic_steps)
-        row = metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, world)
+        row = metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, trainers)
         run.log(row, batch, experience, diagnosis)
-        first_update = state.actor_steps == len(actor_steps)
-        if first_update and diagnosis.cause == "forward_mismatch" and signals["first_dev"] > 1e-2:
+        no_earlier_steps = state.actor_steps == len(actor_steps)
+        if no_earlier_steps and diagnosis.cause == "forward_mismatch" and signals["first_dev"] > 1e-2:
             raise UserError(f"the first ratio is off: {diagnosis.advice} ({diagnosis.evidence})")
-        interrupt = max(world.gather(max(signals_received, default=0)))
         at_end = state.iteration == args.num_iterations
         if interrupt or (args.save_every and (at_end or state.iteration % args.save_every == 0)):
-            save_checkpoint(run, trained, state, args, world)
+            save_checkpoint(run, trained, state, args, trainers)
 
     if actor:
         save_hf_checkpoint(actor, actor.config, tokenizer, run.path / "model")
+    world.gather(None)  # when one rank exits, torchrun ends the others
     if interrupt:
         raise SystemExit(128 + interrupt)
     run.print_results("after", evaluate(play, eval_envs, args, state.iteration))
@@ -887,7 +897,7 @@ def main() -> None:
         train(tyro.cli(Args, console_outputs=RANK == 0))
     except UserError as error:
         if RANK > 0:
-            time.sleep(5)  # rank 0 speaks first, then torchrun ends the others
+            time.sleep(5)  # let rank 0 report first, then torchrun ends the others
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -1282,8 +1292,8 @@ def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTok
 # === 7. Text environments ===
 # gymnasium.Env with text as observation and action: reset(seed=...) -> (prompt, info), step(response) -> (text, reward,
 # terminated, truncated, info). A seed always gives the same prompt. info["demonstration"] of reset serves the warm
-# start, info["success"] of the last step accuracy. info["rewards"] of step: dense or process rewards, a list of
-# (end, reward) for response[:end], end in characters, added to `reward`.
+# start, info["success"] of the last step accuracy. info["rewards"] of step: dense or process rewards besides `reward`,
+# a list of (end, reward) for response[:end], end in characters.
 # FORK: write yours like these two and pass --env-id my_module:MyEnv-v0.
 
 
@@ -1344,7 +1354,7 @@ gym.register("GSM8K-v0", entry_point=GSM8K)
 
 @functools.cache
 def env_calls(threads: int) -> queue.SimpleQueue:
-    """Takes (function, queue for its answer) to one of `threads`. A hung one does not block exit."""
+    """The queue of calls, (function, queue for the answer), that `threads` daemon threads serve."""
     calls = queue.SimpleQueue()
 
     def work():
@@ -1366,7 +1376,7 @@ class EnvCall:
     def __init__(self, env: gym.Env, method: str, where: str, args: Args, *arguments, **keywords):
         self.env, self.method, self.where, self.timeout = env, method, where, args.env_timeout
         self.answers = queue.SimpleQueue()  # one will come
-        calls = env_calls(max(512, 2 * args.rollout_slots))  # no call waits for another one
+        calls = env_calls(max(512, 2 * args.rollout_slots))  # more threads than calls at a time
         calls.put((functools.partial(getattr(env, method), *arguments, **keywords), self.answers))
         self.deadline = time.monotonic() + args.env_timeout
 
@@ -1396,14 +1406,14 @@ def reset(env: gym.Env, seed: int, args: Args) -> tuple[str, dict]:
     return EnvCall(env, "reset", f"seed {seed}", args, seed=seed).result()
 
 
-def make_envs(args: Args, samples: int, world: Ranks, evaluation: bool = False) -> list[gym.Env]:
-    """This rank's environments for a rollout of `samples`. Raises UserError."""
+def make_envs(args: Args, samples: int, players: Ranks, evaluation: bool = False) -> list[gym.Env]:
+    """This rank's environments for a rollout of `samples` by `players`; one on other ranks. Raises UserError."""
     with rephrase(f"--env-id {args.env_id} with {args.env_kwargs}, --eval-env-kwargs {args.eval_env_kwargs}"):
         kwargs = dict(**json.loads(args.env_kwargs))
         if evaluation:
             kwargs |= {"split": "test"} if args.env_id == "SortDigits-v0" else {}
             kwargs |= dict(**json.loads(args.eval_env_kwargs))
-        count = envs_needed(args, -(-samples // world.size))
+        count = 1 if players.index is None else envs_needed(args, -(-samples // players.size))
         return [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
 
 
@@ -1429,6 +1439,7 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     s = types.SimpleNamespace(**signals)
     bf16 = "bfloat16" in f"{s.param_dtype} {signals.get('compute_dtype')}"
     noise = 2 * max(s.first_dev, 1e-6)
+    sampler_age, old_age = signals.get("sampler_age"), signals.get("old_age")  # rollout ranks: intended differences
     moved = s.signed_t > 3 if bf16 else s.post_dev > 5 * noise
     stuck = s.last_dev <= noise and s.first_dev <= 1e-2
     if bf16:
@@ -1456,10 +1467,10 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     causes += [
         underflow,  # the few weights that do change may move the ratio
         ("steps_skipped", s.skipped > 0 and s.steps == 0, "NaN in log-probs, rewards or weights"),
-        ("forward_mismatch", not s.first_dev <= (1.0 if bf16 else 1e-4), "the first ratio must be 1: dropout? "
-         "a shifted mask or positions? temperature? the sampler's log-probs?"),
-        ("sampler_mismatch", s.sampler_diff > (0.05 if bf16 else 1e-3), "stale weights, or other arithmetic: "
-         "then see --rollout-is-cap"),
+        ("forward_mismatch", not (old_age or s.first_dev <= (1.0 if bf16 else 1e-4)), "the first ratio must be 1: "
+         "dropout? a shifted mask or positions? temperature? the sampler's log-probs?"),
+        ("sampler_mismatch", not sampler_age and s.sampler_diff > (0.05 if bf16 else 1e-3), "stale weights, or other "
+         "arithmetic: then see --rollout-is-cap"),
         ("too_tight_clip", s.out_of_clip > 0.9, "widen it or lower --actor-lr"),
     ]
     for cause, holds, advice in causes:
@@ -1474,16 +1485,16 @@ def probe_weights(actor: Transformer | None) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
-def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, actors, world, args) -> dict:
+def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, actors, trainers, args) -> dict:
     """What `diagnose_ratio` needs: what the updates did to weights and, by one more forward, to some log-probs."""
     some = experience[: args.train_batch_size]
-    newlogprobs = world.sum(forward_all(actor, some, logprobs_of, actors, args))
+    newlogprobs = trainers.sum(forward_all(actor, some, logprobs_of, actors, args))
     logratio = (newlogprobs - some.old_logprobs)[some.mask]  # [n]
     drift = logratio * some.advantages[some.mask].sign()  # [n], above 0 where the update did what it should
     weights = probe_weights(actor)
     change = (weights - weights_before).double()
     sums = [(change != 0).double(), torch.ones_like(change), change.square(), weights.double().square()]
-    changed, probed, update, weight = world.sum(torch.stack(sums).sum(1).to(world.device)).tolist()
+    changed, probed, update, weight = trainers.sum(torch.stack(sums).sum(1).to(trainers.device)).tolist()
     made = [step for step in actor_steps if not step["skipped"]]
     steps = actor_steps or [dict.fromkeys(("dev_max", "lr", "out_of_clip"), 0.0)]
     gap = (experience.logprobs - experience.old_logprobs).abs()
@@ -1510,7 +1521,7 @@ DEFAULTS = {  # without --model, with --model
 }
 AT_MOST_1 = ("gamma", "gae_lambda", "lr_end", "ref_sync_alpha", "clip_low")
 MAY_BE_0 = ("seed", "sft_steps", "sft_lr", "actor_lr", "critic_lr", "lr_end", "gamma", "gae_lambda", "kl_coef",
-            "save_every")  # fmt: skip
+            "rollout_is_cap", "save_every")  # fmt: skip
 
 
 class UserError(ValueError):
@@ -1543,6 +1554,8 @@ def validate(args: Args, world_size: int = 1) -> Plan:
         if getattr(args, name) is None:
             setattr(args, name, with_model if args.model else embedded)
     args.critic_epochs = args.ppo_epochs if args.critic_epochs is None else args.critic_epochs
+    if args.rollout_ranks and args.recompute_old_logprobs and args.rollout_is_cap is None:
+        args.rollout_is_cap = 2.0
     args.kl_estimator = args.kl_estimator or {"reward": "k1", "loss": "k3"}[args.kl_in]
     for name, value in vars(args).items():
         may_be_0 = name in MAY_BE_0 or getattr(Args, name) == 0  # or 0 is the default
@@ -1556,7 +1569,8 @@ def validate(args: Args, world_size: int = 1) -> Plan:
         (args.dual_clip and args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: must be above 1"),
         (args.rollout_is_cap and not args.recompute_old_logprobs, "--rollout-is-cap: needs --recompute-old-logprobs"),
         (args.ref_sync_every and not args.kl_coef, "--ref-sync-every: needs --kl-coef above 0"),
-        (args.critic_ranks >= world_size, f"--critic-ranks {args.critic_ranks}: must leave one of {world_size} ranks"),
+        (args.critic_ranks + args.rollout_ranks >= world_size, f"--critic-ranks {args.critic_ranks}, --rollout-ranks "
+         f"{args.rollout_ranks}: must leave at least one of {world_size} ranks"),
         (args.resume == "auto" and not args.run_name, "--resume auto: needs --run-name"),
     ]:
         if wrong:
@@ -1591,8 +1605,11 @@ class Ranks:
         return values
 
 
-def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, torch.dtype]:
-    """Join the other processes. Returns world, actor's and critic's ranks, and the dtype of forward passes."""
+def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, Ranks, Ranks, torch.dtype]:
+    """Join the other processes. Returns world, trainers, actors, critics, players, dtype of forward passes.
+
+    The trainers are the actors and the critics, the same ranks unless --critic-ranks; the players sample for training.
+    """
     use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = torch.device("cpu")
     if use_cuda:
@@ -1612,17 +1629,21 @@ def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, torch.dtype]:
     if "RANK" in os.environ or bf16:  # FSDP2 serves one process, too, for mixed precision
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
-    split = WORLD_SIZE - args.critic_ranks
-    world, actors = Ranks(range(WORLD_SIZE), device), Ranks(range(split), device)
-    critics = Ranks(range(split, WORLD_SIZE), device) if args.critic_ranks else actors
-    return world, actors, critics, torch.bfloat16 if bf16 else torch.float32
+    world = trainers = players = Ranks(range(WORLD_SIZE), device)
+    end = WORLD_SIZE - args.rollout_ranks  # [actors, critics, players]
+    if args.rollout_ranks:
+        trainers, players = Ranks(range(end), device), Ranks(range(end, WORLD_SIZE), device)
+    actors = critics = Ranks(range(end - args.critic_ranks), device)
+    if args.critic_ranks:
+        critics = Ranks(range(end - args.critic_ranks, end), device)
+    return world, trainers, actors, critics, players, torch.bfloat16 if bf16 else torch.float32
 
 
 def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: int) -> list[Tensor]:
-    """This rank's microbatches of `samples` [n], equally many on every rank (some may be empty). All on the CPU.
+    """This rank's microbatches of rows `samples` [n], equally many on every rank (some may be empty). All on the CPU.
 
     Longest first, dealt out to the ranks in turn, 0 1 2 2 1 0 0 1 ... A microbatch is full when rows x longest would
-    exceed the budget, or padding a sixteenth of it.
+    exceed the budget, or padding a sixteenth of it; a row that is longer is alone.
     """
     order, parts = samples[lengths[samples].argsort(descending=True, stable=True)], []
     while len(order):
@@ -1720,7 +1741,7 @@ def embedded_model(args: Args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     return tokenizer, actor
 
 
-def build_models(args: Args, env, eval_env, world: Ranks, actors: Ranks, critics: Ranks, dtype):
+def build_models(args: Args, env, eval_env, trainers: Ranks, actors: Ranks, critics: Ranks, dtype):
     """Tokenizer and (actor, critic, reference, sampler), None where this rank holds none.
 
     The sampler, in the dtype of forward passes, is whole on every rank.
@@ -1750,12 +1771,12 @@ def build_models(args: Args, env, eval_env, world: Ranks, actors: Ranks, critics
         copy_weights(embedded, actor, actors, actors)
     if actor and not checkpoints_to_resume(args):
         warm_start(actor, tokenizer, env, args, actors)
-    copy_weights(actor, critic, actors, world, skip=("lm_head.weight", "score.weight"))
+    copy_weights(actor, critic, actors, trainers, skip=("lm_head.weight", "score.weight"))
     if critic:
         nn.init.zeros_(critic.score.weight)
     if reference:
         copy_weights(actor, reference, actors, actors)
-    sampler = materialize(on_meta(config).to(dtype), world.device)
+    sampler = materialize(on_meta(config).to(dtype), trainers.device)
     return tokenizer, (actor, critic, reference, sampler)
 
 
@@ -1790,13 +1811,31 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: A
     print0(f"warm start: {args.sft_steps} steps, loss {step['loss']:.3f} per token")
 
 
-def rollout_on_all_ranks(world: Ranks, sampler, tokenizer, envs, seeds, args, iteration, greedy=False) -> Rollout:
-    """`rollout` of `seeds` [N]: every rank plays some of the samples and gets all."""
-    first, last = (len(seeds) * rank // world.size for rank in (RANK, RANK + 1))
+def concatenate(parts: list):
+    """The samples of several Experiences, or Rollouts, padded to the longest."""
+    T = max(part.tokens.shape[1] for part in parts)
+
+    def join(*values):
+        if isinstance(values[0], list):
+            return [item for value in values for item in value]
+        if isinstance(values[0], dict):  # means of statistics
+            return {name: sum(value[name] for value in values) / len(values) for name in values[0]}
+        if values[0] is None:
+            return None
+        return torch.cat([F.pad(x, (0, T - x.shape[1])) if x.ndim == 2 else x for x in values])
+
+    return type(parts[0])(*map(join, *(vars(part).values() for part in parts)))
+
+
+def rollout_on_ranks(world, sampler, tokenizer, envs, seeds, args, iteration, greedy=False, players=None) -> Rollout:
+    """`rollout` of `seeds` [N]: each rank of `players` (default: all) plays some of the samples, all get them."""
+    players = players or world
     part = None
-    if first < last:  # there may be fewer samples than ranks
-        part = rollout(sampler, tokenizer, envs, seeds[first:last], range(first, last), args, iteration, greedy)
-    return concatenate([part for part in world.gather(part) if part])
+    if players.index is not None:
+        first, last = (len(seeds) * i // players.size for i in (players.index, players.index + 1))
+        if first < last:  # there may be fewer samples than ranks
+            part = rollout(sampler, tokenizer, envs, seeds[first:last], range(first, last), args, iteration, greedy)
+    return concatenate([each for each in world.gather(part) if each])
 
 
 def evaluate(play, envs: list, args: Args, iteration: int) -> dict[str, float]:
@@ -1824,6 +1863,7 @@ class TrainState:
     skipped_in_a_row: list = field(default_factory=lambda: [0, 0])  # of actor and critic
     last_cause: str | None = None  # of the diagnosis
     eval_before: dict | None = None
+    ahead: Rollout | None = None  # of rollout ranks, for the next iteration
     bytes: dict = field(default_factory=dict)  # sizes of the *.jsonl files
 
     def advance(self, args: Args, actor_steps: list[dict], critic_steps: list[dict]) -> None:
@@ -1916,7 +1956,7 @@ class RunFolder:
                 file.close()
 
 
-def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, world) -> dict:
+def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, trainers) -> dict:
     """A line of metrics.jsonl. Means over steps are weighted by tokens; skipped steps do not count."""
     N, mask, seconds = len(experience), experience.mask, clock[-1] - clock[0]
     returns, values = experience.returns[mask], experience.values[mask]
@@ -1934,10 +1974,15 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, 
     row |= {f"ratio/{name}": value for name, value in signals.items()}
     sampler_diff = row.pop("ratio/sampler_diff")  # 0 if the sampler's log-probs are the old ones
     row["debug/sampler_trainer_logprob_diff"] = sampler_diff if args.recompute_old_logprobs else None
+    if args.rollout_is_cap:
+        weights = torch.where(mask, experience.old_logprobs - experience.logprobs, 0.0).exp()
+        row["rollout/is_weight_mean"] = float(masked_mean(weights, mask))
+        row["rollout/is_weight_max"] = float(weights.max())
+        row["rollout/is_capped"] = float(masked_mean((weights > args.rollout_is_cap).float(), mask))
     row["ratio/steps"] = actor_steps
-    for phase, start, end in zip(("rollout", "score", "critic", "actor", "diagnose"), clock, clock[1:]):
+    for phase, start, end in zip(("rollout", "score", "critic", "actor", "hand_over", "diagnose"), clock, clock[1:]):
         row[f"time/{phase}"] = end - start
-    row["time/ranks"] = [[t - times[0] for t in times] for times in world.gather(clock)]
+    row["time/ranks"] = [[t - times[0] for t in times] for times in trainers.gather(clock)]
     for model, steps in (("actor", actor_steps), ("critic", critic_steps)):
         made = [step for step in steps if not step["skipped"]]
         row[f"grad/skipped_{model}"] = len(steps) - len(made)
@@ -1957,8 +2002,10 @@ def token_mean(steps: list[dict], name: str) -> float | None:
 def step_table(args, plan) -> str:
     """What an iteration and the run consist of, and the defaults that depend on other flags."""
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
+    ahead = f", one iteration ahead, on {args.rollout_ranks} ranks" if args.rollout_ranks else ""
+    samples = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} = {plan.samples_per_iteration} samples"
     return f"""\
-  rollout    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} = {plan.samples_per_iteration} samples
+  rollout    {samples}{ahead}
   critic     then {args.critic_epochs} {batches} = {plan.critic_update_steps} optimizer steps
   actor      then {args.ppo_epochs} {batches} = {plan.update_steps} optimizer steps
   reference  {f"KL ({args.kl_estimator}) x {args.kl_coef:g} in the {args.kl_in}" if args.kl_coef else "none"}
@@ -1977,24 +2024,25 @@ def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:
     return tensors
 
 
-def save_checkpoint(run: RunFolder, trained: dict, state: TrainState, args: Args, world: Ranks) -> None:
+def save_checkpoint(run: RunFolder, trained: dict, state: TrainState, args: Args, trainers: Ranks) -> None:
     """Write checkpoints/iter_<iterations>, which exists only when complete. Any number of ranks can read it."""
     path = run.path / "checkpoints" / f"iter_{state.iteration:06d}"
     partial = path.with_name("partial")
     with rephrase(f"{path} cannot be written, earlier checkpoints are intact; make room and --resume the run"):
         if RANK == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        world.gather(None)  # wait for rank 0
+        trainers.gather(None)  # wait for rank 0
         for name, (model, optimizer, ranks) in trained.items():
             for kind, tensors in checkpoint_tensors(model, optimizer).items():
                 writer = dcp.HuggingFaceStorageWriter(str(partial / name / kind), save_distributed=True)
                 dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
-        world.gather(None)  # wait for all
+        trainers.gather(None)  # wait for all
         if RANK > 0:
             return
         state.bytes = {name: file.tell() for name, file in run.files.items()}
         files = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*.safetensors")}
-        (partial / "state.json").write_text(json.dumps({"state": vars(state), "files": files}, indent=2))
+        plain = lambda x: x.tolist() if isinstance(x, Tensor) else vars(x)  # of state.ahead
+        (partial / "state.json").write_text(json.dumps({"state": vars(state), "files": files}, default=plain))
         shutil.rmtree(path, ignore_errors=True)  # a damaged one that resume has skipped
         partial.rename(path)
         for old in [p for p in checkpoints_in(run.path) if p <= path][args.keep_checkpoints :]:
@@ -2050,7 +2098,11 @@ def load_checkpoint(path: Path, trained: dict) -> TrainState:
                 optimizer.state[p]["step"] = torch.zeros((), device=p.device)
         for kind, tensors in checkpoint_tensors(model, optimizer).items():
             read_tensors(tensors, path / name / kind)
-    return TrainState(**saved["state"])
+    state = TrainState(**saved["state"])
+    if state.ahead:
+        tensors = {f.name: torch.tensor(state.ahead[f.name]) for f in dataclasses.fields(Rollout) if f.type == "Tensor"}
+        state.ahead = Rollout(**state.ahead | tensors)
+    return state
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ class Bench:
                 max_new_tokens=self.longest, eval_episodes=1, save_every=0, compile=compiled,
                 micro_batch_tokens=2048, device="cpu"))  # fmt: skip
             row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
-        seconds = {name: row[f"time/{name}"] for name in ("rollout", "score", "critic", "actor", "diagnose")}
+        phases = ("rollout", "score", "critic", "actor", "hand_over", "diagnose")
+        seconds = {name: row[f"time/{name}"] for name in phases}
         return [seconds["rollout"], seconds["score"], seconds["critic"] + seconds["actor"], sum(seconds.values())]
 
     def trl(self) -> list[float]:

@@ -31,11 +31,11 @@ def refuse(ppo, tmp_path, *parts, begun=False, **flags):
 FLAGS = {
     0: "num_iterations rollout_batch_size n_samples_per_prompt rollout_slots max_prompt_tokens max_new_tokens "
        "ppo_epochs critic_epochs train_batch_size micro_batch_tokens eval_episodes keep_checkpoints temperature "
-       "clip_low clip_high value_clip target_kl rollout_is_cap max_grad_norm env_timeout",
+       "clip_low clip_high value_clip target_kl max_grad_norm env_timeout",
     -1: "seed sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations ref_sync_every gamma "
-        "missing_eos_penalty save_every critic_ranks",
-    1.1: "gamma gae_lambda lr_end ref_sync_alpha clip_low", 1: "critic_ranks dual_clip", math.inf: "critic_lr",
-    math.nan: "actor_lr temperature", 2**70: "seed",
+        "missing_eos_penalty save_every critic_ranks rollout_ranks rollout_is_cap",
+    1.1: "gamma gae_lambda lr_end ref_sync_alpha clip_low", 1: "critic_ranks rollout_ranks dual_clip",
+    math.inf: "critic_lr", math.nan: "actor_lr temperature", 2**70: "seed",
 }  # fmt: skip
 
 

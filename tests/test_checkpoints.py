@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
-from test_distributed import flags_of, start
+from test_distributed import flags_of, in_turn, start  # noqa: F401
 from test_train import SMALL, lines, without_clock
 
 pytestmark = [pytest.mark.shared, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -106,6 +106,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(ppo, whole, tmp_path, case):
     logged, saved = len(lines(tmp_path / "run")), max(iterations(tmp_path / "run"), default=0)
     assert logged - saved == (name == "save_checkpoint") * flags.get("save_every", 1)  # will be written again
     assert_same(whole(**flags), train(ppo, tmp_path, resume="auto", **flags))
+
+
+def test_experience_collected_ahead_belongs_to_the_checkpoint(ppo, in_turn, tmp_path):  # noqa: F811
+    flags = dict(num_iterations=4, rollout_ranks=1, kl_coef=0.1)
+    power_cut = mock.Mock(side_effect=RuntimeError("power cut"))
+    with on_call(ppo, "compute_gae", 3, power_cut), pytest.raises(RuntimeError, match="power cut"):
+        train(ppo, tmp_path, **flags)
+    run = train(ppo, tmp_path, resume="auto", **flags)
+    assert_same(train(ppo, tmp_path / "whole", **flags), run)
+    assert json.loads((newest(run) / "state.json").read_text())["state"]["ahead"] is None  # used up
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -26,7 +26,8 @@ ALONE = [
                micro_batch_tokens=2000), RUN | dict(run_name="half", resume="auto", micro_batch_tokens=20),
     FLOAT, FLOAT | dict(run_name="compiled", compile="on"),
 ]  # fmt: skip
-TOGETHER = [FLOAT | dict(run_name="serial"), FLOAT | dict(run_name="apart", critic_ranks=1, save_every=1)]
+TOGETHER = [FLOAT | dict(run_name="serial"), FLOAT | dict(run_name="apart", critic_ranks=1, save_every=1),
+            FLOAT | dict(run_name="ahead", rollout_ranks=1, num_iterations=2)]  # fmt: skip
 WITHOUT_WAITS = tuple(
     "decode_step sampling_noise hash32 Transformer. Attention. KVCache. apply_rope ChunkedLogprobs. token_logprobs "
     "scatter Experience.__getitem__ sampled_ policy_loss value_loss kl_estimate optimizer_step forward_all".split())
@@ -73,6 +74,7 @@ def test_one_process(ppo, tmp_path):
 def test_two_ranks(ppo, tmp_path):
     simulate(ppo, tmp_path, TOGETHER, ranks=2)
     assert_same_metrics(lines(tmp_path / "serial"), lines(tmp_path / "apart"), 1e-4)
+    assert [row["ratio/sampler_age"] for row in lines(tmp_path / "ahead")] == [0, 1]
 
 
 def test_compiled_code_has_no_graph_breaks_and_few_graphs(ppo, tmp_path):

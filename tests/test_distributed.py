@@ -16,7 +16,7 @@ import distributed_worker
 import pytest
 import safetensors.torch
 import torch
-from test_train import SMALL, assert_same_metrics, lines
+from test_train import SMALL, assert_same_metrics, lines, record
 
 pytestmark = pytest.mark.shared
 
@@ -24,6 +24,8 @@ RUN = SMALL | dict(
     ppo_epochs=1, actor_lr=1e-3, micro_batch_tokens=30, sft_steps=1, save_every=1, kl_coef=0.05, ref_sync_every=1,
     ref_sync_alpha=0.5, entropy_coef=0.01, bootstrap_truncated=True, missing_eos_penalty=0.1)
 ONE = RUN | dict(num_iterations=1, sft_steps=0, save_every=0)
+AHEAD = RUN | dict(num_iterations=3, keep_checkpoints=3, rollout_ranks=1, actor_lr=1e-2)
+OLD = AHEAD | dict(recompute_old_logprobs=False, save_every=0)
 FEW = ONE | dict(rollout_batch_size=3, train_batch_size=1)  # at each step a rank has no row
 
 
@@ -98,6 +100,19 @@ def more(ppo, launch, alone):
         ("resumed", resumed, None), ("half", ONE | dict(dtype="bfloat16"), None))  # fmt: skip
 
 
+@pytest.fixture
+def in_turn(ppo):
+    """With rollout_ranks, one process samples iteration i + 1 after update i with the weights from before it."""
+    validate, connect = ppo.validate, ppo.connect
+
+    def connect_one(args):
+        with mock.patch.object(args, "rollout_ranks", 0):
+            return connect(args)
+
+    with mock.patch.multiple(ppo, validate=lambda args, size: validate(args, size + 1), connect=connect_one):
+        yield
+
+
 def saw(folder, name):
     return [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(2)]
 
@@ -143,6 +158,44 @@ def test_actor_and_critic_on_ranks_of_their_own_give_the_numbers_of_one_process(
     same_run(launch(ppo, 4, ("apart", flags, None)) / "apart", alone)
 
 
+def test_samples_are_one_iteration_old_and_weights_correct_for_it(ppo, in_turn, tmp_path):
+    run = record(ppo, tmp_path, num_iterations=4, rollout_ranks=1, actor_lr=0.05)
+    actor, sampler = ([weights[name] for weights in run.weights] for name in ("actor", "sampler"))
+    assert torch.equal(sampler[0], actor[0])
+    for i in (1, 2, 3):  # recorded when rollout i is sampled: here after update i - 1
+        assert torch.equal(sampler[i], actor[i - 1]) and not torch.equal(sampler[i], actor[i])
+    rows = lines(run.folder)
+    assert [row["ratio/sampler_age"] for row in rows] == [0, 1, 1, 1]
+    assert max(row["ratio/first_dev"] for row in rows) < 1e-5  # the proximal policy
+    for row, experience in list(zip(rows, run.experiences, strict=True))[1:]:
+        weights = (experience.old_logprobs - experience.logprobs)[experience.mask].exp()
+        seen = [row[f"rollout/is_{name}"] for name in ("weight_mean", "weight_max", "capped")]
+        expected = [float(weights.mean()), float(weights.max()), float((weights > 2).float().mean())]
+        assert seen == pytest.approx(expected, rel=1e-5) and expected[1] > 2
+        assert row.get("ratio/diagnosis") not in ("sampler_mismatch", "forward_mismatch")
+
+
+@pytest.mark.slow
+@pytest.mark.both
+def test_rollout_ranks_give_the_numbers_of_one_process(ppo, launch, in_turn, tmp_path):
+    distributed_worker.run(ppo, tmp_path, "one", AHEAD)
+    distributed_worker.run(ppo, tmp_path, "old", OLD)
+    middle, stopped = str(tmp_path / "one" / "checkpoints" / "iter_000001"), dict(run_name="stopped", save_every=9)
+    two = launch(
+        ppo, 2, ("one", AHEAD, None), ("old", OLD, None), ("resumed", AHEAD | dict(resume=middle), None),
+        ("stopped", AHEAD | stopped, {"signal": 1}), ("continued", AHEAD | stopped | dict(resume="auto"), None))
+    three = launch(ppo, 3, ("two and one", AHEAD, None), ("apart", AHEAD | dict(critic_ranks=1), None))
+    for run in (two / "one", three / "two and one", three / "apart", two / "stopped"):
+        same_run(run, tmp_path / "one")
+    same_run(two / "resumed", tmp_path / "one", after=1)
+    same_run(two / "old", tmp_path / "old")
+    assert {row.get("ratio/diagnosis") for row in lines(two / "old")} <= {None, "too_tight_clip"}
+    assert [seen["code"] for name in ("stopped", "continued") for seen in saw(two, name)] == [143, 143, 0, 0]
+    distributed_worker.run(ppo, tmp_path, "here", AHEAD | dict(rollout_ranks=0, num_iterations=2, resume=middle))
+    [row] = lines(tmp_path / "here")  # samples again, with the weights that train
+    assert row["ratio/sampler_age"] == 0 and row["debug/sampler_trainer_logprob_diff"] < 1e-5
+
+
 @pytest.mark.slow
 def test_ranks_without_rows_make_the_same_calls_and_do_not_count(ppo, launch, more):
     first, second = saw(more, "few")
@@ -151,7 +204,8 @@ def test_ranks_without_rows_make_the_same_calls_and_do_not_count(ppo, launch, mo
     same_run(more / "few", launch(ppo, 1, ("few", FEW, None)) / "few")
 
 
-@pytest.mark.parametrize(("ranks", "budget", "bound"), [(2, 1, 1.06), (3, 4096, 1.12), (8, 16384, 1.38)])
+@pytest.mark.parametrize(
+    ("ranks", "budget", "bound"), [(1, 4096, 1.0), (2, 1, 1.06), (3, 4096, 1.12), (8, 16384, 1.38)])
 def test_ranks_get_as_many_microbatches_of_nearly_the_same_tokens(ppo, ranks, budget, bound):
     lengths = (torch.randn(512) + 5).exp().long().clamp(2, 4096)
     minibatch, shares = torch.randperm(512)[:256], []
@@ -166,6 +220,8 @@ def test_ranks_get_as_many_microbatches_of_nearly_the_same_tokens(ppo, ranks, bu
     slowest = sum(map(max, zip(*tokens, strict=True)))  # FSDP waits for it at each microbatch
     assert slowest <= bound * sum(map(sum, tokens)) / ranks
     assert all(len(part) * int(lengths[part].max()) <= budget for part in parts if len(part) > 1)
+    for rows in map(torch.cat, zip(*shares, strict=True)):  # little padding, in the microbatch of all ranks
+        assert len(rows) <= ranks or sum(lengths[rows].max() - lengths[rows]) <= budget * ranks / 16
 
 
 @pytest.mark.slow
@@ -204,17 +260,19 @@ def test_a_signal_on_one_rank_ends_all_after_the_iteration_and_they_can_be_resum
 @pytest.mark.slow
 def test_an_error_of_all_ranks_is_said_once_with_exit_code_two(ppo, tmp_path):
     code, output = finish(start(torchrun(2, ppo.__file__, *flags_of(critic_ranks=2)), tmp_path), timeout=60)
-    assert code != 0 and output.count("error: --critic-ranks 2: must leave") == 1, output
+    assert code != 0 and output.count("error: --critic-ranks 2, --rollout-ranks 0: must leave") == 1, output
     assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", output), output
 
 
 @pytest.mark.slow
-def test_an_error_of_one_rank_ends_all(ppo, tmp_path):
+@pytest.mark.parametrize("rollout_ranks", [0, 1])
+def test_an_error_of_one_rank_ends_all(ppo, tmp_path, rollout_ranks):
     """Seed 14 belongs to the second iteration of 8 prompts, and to the second rank."""
-    flags = flags_of(env_id="environments:Constant-v0", env_kwargs='{"reward": "?", "first": 14}')
+    faulty = dict(env_id="environments:Constant-v0", env_kwargs='{"reward": "?", "first": 14}')
+    flags = flags_of(rollout_ranks=rollout_ranks, **faulty)
     code, output = finish(start(torchrun(2, ppo.__file__, *flags), tmp_path), timeout=60)
     assert code != 0 and output.count("error: environment Constant-v0, sample 6, seed 14") == 1, output
-    assert len(lines(tmp_path / "run")) == 1
+    assert len(lines(tmp_path / "run")) == 1 - rollout_ranks  # whose second rollout is at the same time
 
 
 @pytest.mark.slow

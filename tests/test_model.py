@@ -101,15 +101,8 @@ def test_the_prompt_has_one_bos_with_or_without_template_and_feedback_none(ppo, 
     assert ppo.HFTokenizer(tmp_path).encode_prompt("hello") == [4, *ids_of("hello")]
 
 
-def test_what_templates_use_is_there_and_one_that_fails_is_an_error(ppo, tmp_path):
-    template = (
-        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
-        "{{ strftime_now('%Y') | length }}{{ undefined_name }}"
-    )
-    tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, template))
-    assert tokenizer.decode(tokenizer.encode_prompt("<ä>")) == '{"role": "user", "content": "<ä>"}4'
-    for template in ("{{ raise_exception('no system turn') }}", "{{ messages[7].content }}", "{% for %}",
-                     "{{ messages.__class__.__mro__[1].__subclasses__() }}"):  # fmt: skip
+def test_a_template_that_fails_is_an_error(ppo, tmp_path):
+    for template in ("{{ raise_exception('no system turn') }}", "{{ messages[7].content }}", "{% for %}"):
         write_tokenizer(tmp_path, template)
         with pytest.raises(ppo.UserError, match=f"{tmp_path}: .*chat template"):
             ppo.HFTokenizer(tmp_path).encode_prompt("x")
@@ -290,7 +283,7 @@ def test_weights_are_copied_by_name_and_models_whose_names_differ_are_refused(pp
 @pytest.mark.parametrize("tied", [True, False])
 def test_bfloat16_forwards_train_float32_weights_and_the_sampler_agrees(ppo, tied):
     try:
-        world, actors, _, dtype = ppo.connect(ppo.Args(device="cpu", dtype="bfloat16"))
+        world, _, actors, _, _, dtype = ppo.connect(ppo.Args(device="cpu", dtype="bfloat16"))
         actor, tokens = random_model(ppo, tie_word_embeddings=tied, rope_scaling=LLAMA3_ROPE), torch.arange(9)[None]
         exact = actor(tokens).detach()
         sampler = ppo.materialize(ppo.on_meta(actor.config).to(dtype), world.device)

@@ -138,20 +138,6 @@ def test_an_export_loads_in_transformers_and_back(ppo, checkpoint, tmp_path, lay
     assert model.generation_config.eos_token_id == [0, 2]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_a_reward_model_scores_the_last_token_as_transformers_does(ppo, tmp_path, family):
-    model = transformers.AutoModelForSequenceClassification.from_config(hf_config(family, num_labels=1))
-    randomize(model).save_pretrained(tmp_path)
-    ours, _ = ppo.load_hf_checkpoint(tmp_path, head="scalar")
-    tokens, lengths = torch.randint(3, VOCABULARY, (3, 17)), torch.tensor([9, 17, 5])
-    real = torch.arange(17) < lengths[:, None]
-    expected = model(torch.where(real, tokens, 0), attention_mask=real.long()).logits[:, 0]
-    scores = ours(tokens, select=torch.arange(3) * 17 + lengths - 1)
-    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4)
-    assert expected.std() > 0.1
-
-
 def test_the_embedded_model_and_its_tokenizer_load_in_transformers(ppo, tmp_path):
     args = ppo.Args()
     ppo.validate(args)

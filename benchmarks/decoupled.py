@@ -1,0 +1,169 @@
+"""Rollout ranks: one rank samples while the other updates, against both ranks doing first one, then the other.
+
+    python benchmarks/decoupled.py             # who does what when, with fast and with slow environments
+    python benchmarks/decoupled.py learning    # the default task, three seeds each: samples to 90 %
+
+Two ranks of one thread each. Draws benchmarks/decoupled.png and benchmarks/decoupled_learning.png.
+"""
+
+import importlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import gymnasium as gym
+import torch.distributed as dist
+from common import hardware, line, ppo_llm, spread, table
+
+RANK = int(os.environ.get("RANK", 0))
+PLACEMENTS = {"both ranks do both": [], "1 + 1": ["--rollout-ranks=1"]}
+LEARNING = {
+    "both ranks do both": [],
+    "1 + 1, weights up to 2": ["--rollout-ranks=1"],
+    "1 + 1, no weights": ["--rollout-ranks=1", "--rollout-is-cap=0"],
+    "1 + 1, old = sampler": ["--rollout-ranks=1", "--no-recompute-old-logprobs"],
+}
+ENVIRONMENTS = {"at once": "SortDigits-v0", "after a second": "decoupled:SlowSortDigits-v0"}
+ITERATIONS = 12
+
+
+class SlowSortDigits(ppo_llm.SortDigits):
+    def step(self, response):
+        time.sleep(1)
+        return super().step(response)
+
+
+gym.register("SlowSortDigits-v0", entry_point=SlowSortDigits)
+
+
+def launch(folder: Path, *flags: str) -> None:
+    """The default task on two ranks."""
+    here = Path(__file__).parent
+    elastic = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *elastic, __file__, "worker", str(folder), *flags]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": f"{here}:{here.parent}"}
+    run = subprocess.run(command, env=env, text=True, capture_output=True)
+    if run.returncode:
+        sys.exit(f"{flags}: exit code {run.returncode}\n{run.stdout[-2000:]}{run.stderr[-3000:]}")
+
+
+def worker(folder: Path, flags: list[str]) -> None:
+    """Runs on each rank: trains, and writes spans (what, start, end) of training to spans.<rank>.json."""
+    ppo, spans, start = importlib.import_module("ppo_llm"), [], [0.0]
+    rollout, from_rollout, advance = ppo.rollout, ppo.Experience.from_rollout, ppo.TrainState.advance
+
+    def timed_rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False):
+        begin = time.time()
+        result = rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy)
+        if iteration >= 0:  # no evaluation
+            spans.append(("sample", begin, time.time()))
+        return result
+
+    def timed_from_rollout(*arguments):
+        start[0] = time.time()
+        return from_rollout(*arguments)
+
+    def timed_advance(state, args, actor_steps, critic_steps):
+        if critic_steps:  # not on a rank that only samples
+            spans.append(("update", start[0], time.time()))
+        advance(state, args, actor_steps, critic_steps)
+
+    sys.argv[1:] = [*flags, f"--log-dir={folder}", "--run-name=run", "--save-every=0"]
+    with (
+        mock.patch.object(ppo, "rollout", timed_rollout),
+        mock.patch.object(ppo.Experience, "from_rollout", timed_from_rollout),
+        mock.patch.object(ppo.TrainState, "advance", timed_advance),
+    ):
+        ppo.main()
+    (folder / f"spans.{RANK}.json").write_text(json.dumps(spans))
+    dist.destroy_process_group()
+
+
+def iteration_time(spans: list) -> float:
+    """Median time between the starts of updates, without the first two iterations."""
+    starts = [start for what, start, _ in spans if what == "update"][2:]
+    return statistics.median(b - a for a, b in itertools.pairwise(starts))
+
+
+def timeline() -> None:
+    import matplotlib.pyplot as plt
+
+    print(f"{hardware()}; seconds")
+    table(["environments answer", *PLACEMENTS, "ratio (range of pairs)", "sample", "update"])
+    figure, axes = plt.subplots(2, 2, figsize=(10, 3.2), layout="constrained", sharey=True)
+    for row, (answer, env) in zip(axes, ENVIRONMENTS.items()):
+        times = {name: [] for name in PLACEMENTS}
+        for repeat in range(5):
+            for axis, (name, placement) in zip(row, PLACEMENTS.items()):
+                flags = [f"--env-id={env}", f"--num-iterations={ITERATIONS}", "--eval-episodes=2", *placement]
+                with tempfile.TemporaryDirectory() as folder:
+                    launch(Path(folder), *flags)
+                    ranks = [json.loads(Path(folder, f"spans.{rank}.json").read_text()) for rank in range(2)]
+                times[name].append(iteration_time(ranks[0]))
+                if repeat == 0:
+                    draw(axis, ranks, f"{name}, environments answer {answer}")
+        spans = [(what, end - start) for rank in ranks for what, start, end in rank]  # of the last run, 1 + 1
+        phases = [statistics.median(x for what, x in spans if what == phase) for phase in ("sample", "update")]
+        both, apart = times.values()
+        medians = [f"{statistics.median(x):.2f}" for x in (both, apart)]
+        line([answer, *medians, spread([b / a for a, b in zip(both, apart)]), *(f"{x:.2f}" for x in phases)])
+    axes[1][0].set_xlabel("seconds")
+    axes[1][1].set_xlabel("seconds")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in ("C0", "C1")]
+    figure.legend(handles, ["sample", "update"], loc="outside right")
+    figure.savefig(Path(__file__).parent / "decoupled.png", dpi=110)
+
+
+def draw(axis, ranks: list, title: str) -> None:
+    """Three iterations; the blank is waiting and exchange."""
+    updates = [start for what, start, _ in ranks[0] if what == "update"]
+    first, last = updates[4], updates[7]
+    for rank, spans in enumerate(ranks):
+        for what, start, end in spans:
+            start, end = max(start, first), min(end, last)
+            color = {"sample": "C0", "update": "C1"}[what]
+            if start < end:
+                axis.barh(rank, end - start, left=start - first, color=color, height=0.6)
+    axis.set_title(title, fontsize=9)
+    axis.set_yticks([0, 1], ["rank 0", "rank 1"])
+
+
+def learning() -> None:
+    import matplotlib.pyplot as plt
+
+    print(hardware())
+    table(["seed", *(f"{name}: samples to 90 %, at the end" for name in LEARNING)])
+    figure, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    for seed in (1, 2, 3):
+        cells = []
+        for i, (name, flags) in enumerate(LEARNING.items()):
+            with tempfile.TemporaryDirectory() as folder:
+                launch(Path(folder), f"--seed={seed}", *flags)
+                rows = [json.loads(text) for text in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+                after = json.loads(Path(folder, "run", "summary.json").read_text())["eval_after"]["accuracy"]
+            accuracy = [row["objective/accuracy"] for row in rows]
+            means = [statistics.mean(accuracy[max(0, k - 4) : k + 1]) for k in range(len(rows))]
+            reached = next((row["charts/episodes"] for row, mean in zip(rows, means) if mean >= 0.9), None)
+            cells.append(f"{reached:,}, {after:.1%}" if reached else f"never, {after:.1%}")
+            samples = [row["charts/episodes"] for row in rows]
+            axis.plot(samples, [100 * x for x in means], color=f"C{i}", linewidth=1, label=name if seed == 1 else None)
+        line([seed, *cells])
+    axis.set(xlabel="samples", ylabel="right responses, %", ylim=(0, 100))
+    axis.legend(loc="lower right")
+    figure.savefig(Path(__file__).parent / "decoupled_learning.png", dpi=110)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        worker(Path(sys.argv[2]), sys.argv[3:])
+    elif sys.argv[1:] == ["learning"]:
+        learning()
+    else:
+        timeline()
