@@ -641,8 +641,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         copy_weights(actor, sampler, actors, world)
         return max(world.gather(max(signals_received, default=0)))
 
-    # With --rollout-ranks these sample for iteration i + 1 while the trainers update on iteration i: samples are of
-    # weights one iteration old, for which weights pi_old / pi_sampler correct, as in decoupled PPO
+    # With --rollout-ranks these sample for iteration i + 1 while the trainers update on iteration i. The policy that
+    # sampled is then one iteration old; importance weights pi_old / pi_sampler correct for it, as in decoupled PPO
     # (https://arxiv.org/abs/2110.00641, https://arxiv.org/abs/2505.24298). With --no-recompute-old-logprobs the sampler
     # is the old policy, and PPO clips around it.
     while state.iteration < args.num_iterations and not interrupt:
