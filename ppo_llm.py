@@ -119,7 +119,7 @@ class Args:
     entropy_coef: float = 0.0  # weight of the entropy bonus
     target_kl: float | None = None  # actor steps end when approx_kl exceeds it
     recompute_old_logprobs: bool = True  # if off, use the sampler's
-    rollout_is_cap: float | None = None  # of pi_old / pi_sampler; default 2 with rollout ranks, else off
+    rollout_is_cap: float | None = None  # cap of pi_old / pi_sampler; default 2 with rollout ranks
     kl_coef: float | None = None  # KL to reference; default 0.05, with --model 0.01
     kl_in: Literal["reward", "loss"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1, in the loss k3
