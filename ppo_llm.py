@@ -1871,7 +1871,7 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, 
     sampler_diff = row.pop("ratio/sampler_diff")  # 0 if the sampler's log-probs are the old ones
     row["debug/sampler_trainer_logprob_diff"] = sampler_diff if args.recompute_old_logprobs else None
     if args.rollout_is_cap:
-        weights = torch.where(mask, experience.old_logprobs - experience.logprobs, 0.0).exp()
+        weights = (experience.old_logprobs - experience.logprobs).exp()  # 1 outside the mask
         row["rollout/is_weight_mean"] = float(masked_mean(weights, mask))
         row["rollout/is_weight_max"] = float(weights.max())
         row["rollout/is_capped"] = float(masked_mean((weights > args.rollout_is_cap).float(), mask))

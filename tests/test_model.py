@@ -102,7 +102,7 @@ def test_the_prompt_has_one_bos_with_or_without_template_and_feedback_none(ppo, 
 
 
 def test_a_template_that_fails_is_an_error(ppo, tmp_path):
-    for template in ("{{ raise_exception('no system turn') }}", "{{ messages[7].content }}", "{% for %}"):
+    for template in ("{{ raise_exception('no') }}", "{{ messages[7].x }}", "{% for %}", "{{ ''.__class__.mro() }}"):
         write_tokenizer(tmp_path, template)
         with pytest.raises(ppo.UserError, match=f"{tmp_path}: .*chat template"):
             ppo.HFTokenizer(tmp_path).encode_prompt("x")
