@@ -90,8 +90,8 @@ class Args:
     env_kwargs: str = "{}"  # its arguments, a JSON object
     env_timeout: float = 60.0  # seconds it may take to answer
 
-    num_iterations: int = 140  # rollouts, each with its updates
-    rollout_batch_size: int = 256  # prompts per iteration
+    num_iterations: int = 320  # rollouts, each with its updates
+    rollout_batch_size: int = 128  # prompts per iteration
     n_samples_per_prompt: int = 1
     rollout_slots: int = 512  # samples decoded at once on each rank
     max_prompt_tokens: int | None = None  # default 16, with --model 512
@@ -104,8 +104,9 @@ class Args:
     critic_epochs: int | None = None  # passes of the critic; default ppo_epochs
     train_batch_size: int = 64  # samples per optimizer step
     micro_batch_tokens: int = 16384  # padded tokens per forward and rank
-    actor_lr: float | None = None  # default 4e-4, with --model 1e-6
+    actor_lr: float | None = None  # default 2.5e-4, with --model 1e-6
     critic_lr: float | None = None  # default 6e-4, with --model 1e-5
+    adam_beta1: float | None = None  # Adam's momentum; default 0.5, with --model 0.9
     lr_end: float = 0.05  # learning rates decay linearly to this share
     critic_warmup_iterations: int = 0  # first iterations, without the actor
     max_grad_norm: float = 1.0  # gradient clipping norm of each model
@@ -415,7 +416,6 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, d
     """
     mask = mask.bool()
     denom = mask.sum().clamp(min=1) if denom is None else denom
-
     advantages = torch.where(mask, advantages, 0.0)
     logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)
     ratio = logratio.exp()  # outside the mask 1, where losses and statistics below are 0
@@ -608,9 +608,9 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     world, trainers, actors, critics, players, dtype = connect(args)
     device, N = world.device, plan.samples_per_iteration
     envs, eval_envs = make_envs(args, N, players), make_envs(args, args.eval_episodes, world, evaluation=True)
-    tokenizer, models = build_models(args, envs[0], eval_envs[0], trainers, actors, critics, dtype)
+    tokenizer, models = build_models(args, envs[0], trainers, actors, critics, dtype)
     actor, critic, reference, sampler = models
-    actor_optimizer, critic_optimizer = make_optimizer(actor), make_optimizer(critic)
+    actor_optimizer, critic_optimizer = make_optimizer(actor, args), make_optimizer(critic, args)
     trained = {"actor": (actor, actor_optimizer, actors), "critic": (critic, critic_optimizer, critics),
                "reference": (reference, None, actors)}  # fmt: skip
     state = resume(args, trained, world)
@@ -1376,7 +1376,7 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
 
 
 def probe_weights(actor: Transformer | None) -> Tensor:
-    """Up to 65,536 elements of every weight, of this rank's part, in one tensor."""
+    """Up to 65,536 elements of this rank's part of every weight, in one tensor."""
     parts = [local(p.detach()).flatten()[:: 1 + p.numel() // 2**16] for p in (actor.parameters() if actor else ())]
     return torch.cat(parts) if parts else torch.zeros(0)
 
@@ -1410,14 +1410,14 @@ def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, a
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-SFT_BATCH_SIZE = 256  # demonstrations per supervised step
+SFT_BATCH_SIZE = 256  # demonstrations per step
 DEFAULTS = {  # without --model, with --model
     "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (120, 0), "sft_lr": (1.3e-3, 1e-5),
-    "actor_lr": (4e-4, 1e-6), "critic_lr": (6e-4, 1e-5), "kl_coef": (0.05, 0.01),
+    "actor_lr": (2.5e-4, 1e-6), "critic_lr": (6e-4, 1e-5), "adam_beta1": (0.5, 0.9), "kl_coef": (0.05, 0.01),
 }
-AT_MOST_1 = ("gamma", "gae_lambda", "lr_end", "ref_sync_alpha", "clip_low")
-MAY_BE_0 = ("seed", "sft_steps", "sft_lr", "actor_lr", "critic_lr", "lr_end", "gamma", "gae_lambda", "kl_coef",
-            "rollout_is_cap", "save_every")  # fmt: skip
+AT_MOST_1 = "gamma gae_lambda lr_end ref_sync_alpha clip_low".split()
+MAY_BE_0 = """seed sft_steps sft_lr actor_lr critic_lr adam_beta1 lr_end gamma gae_lambda kl_coef rollout_is_cap
+save_every""".split()
 
 
 class UserError(ValueError):
@@ -1509,7 +1509,7 @@ def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, Ranks, Ranks, torch.dtype]
     use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = torch.device("cpu")
     if use_cuda:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # many shapes would fragment the memory
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # many shapes fragment memory
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         with rephrase(f"--device {args.device}: there is no {device}"):
             torch.cuda.set_device(device)
@@ -1522,7 +1522,7 @@ def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, Ranks, Ranks, torch.dtype]
         store = next(dist.rendezvous("env://"))[0]
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it keeps the addresses of the last attempt
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    if "RANK" in os.environ or bf16:  # FSDP2 serves one process, too, for mixed precision
+    if "RANK" in os.environ or bf16:  # FSDP2 also serves one process, for mixed precision
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     world = trainers = players = Ranks(range(WORLD_SIZE), device)
@@ -1539,7 +1539,7 @@ def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: i
     """This rank's microbatches of rows `samples` [n], equally many on every rank (some may be empty). All on the CPU.
 
     Longest first, dealt out to the ranks in turn, 0 1 2 2 1 0 0 1 ... A microbatch is full when rows x longest would
-    exceed the budget, or padding a sixteenth of it; a row that is longer is alone.
+    exceed the budget, or padding a sixteenth of it.
     """
     order, parts = samples[lengths[samples].argsort(descending=True, stable=True)], []
     while len(order):
@@ -1587,12 +1587,12 @@ def materialize(model: Transformer, device: torch.device | str) -> Transformer:
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
+    """This rank's part of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def full(x: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded: a collective call."""
+    """The whole of a tensor, a collective call if it is sharded."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -1631,13 +1631,13 @@ def embedded_model(args: Args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     })
     torch.manual_seed(args.seed)
     actor = Transformer(config)
-    for name, p in actor.named_parameters():  # as GPT-2: what ends a residual branch is scaled by depth
+    for name, p in actor.named_parameters():  # as GPT-2: residual branches end in smaller weights
         if p.ndim == 2:
             nn.init.normal_(p, std=0.01 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
     return tokenizer, actor
 
 
-def build_models(args: Args, env, eval_env, trainers: Ranks, actors: Ranks, critics: Ranks, dtype):
+def build_models(args: Args, env, trainers: Ranks, actors: Ranks, critics: Ranks, dtype):
     """Tokenizer and (actor, critic, reference, sampler), None where this rank holds none.
 
     The sampler, in the dtype of forward passes, is whole on every rank.
@@ -1651,8 +1651,7 @@ def build_models(args: Args, env, eval_env, trainers: Ranks, actors: Ranks, crit
     if tokenizer.vocab_size > config.vocab_size or longest > config.max_position_embeddings:
         raise UserError(f"{args.model}: {config.vocab_size} ids, {config.max_position_embeddings} positions: must be "
                         f"{tokenizer.vocab_size}, {longest} (--max-prompt-tokens + --max-new-tokens) or more")
-    for each in (env, eval_env):
-        prompt_ids(tokenizer, reset(each, 0, args)[0], args)  # are prompts too long?
+    prompt_ids(tokenizer, reset(env, 0, args)[0], args)  # is it too long?
 
     def build(ranks, head="lm"):
         if ranks.index is None:
@@ -1676,17 +1675,18 @@ def build_models(args: Args, env, eval_env, trainers: Ranks, actors: Ranks, crit
     return tokenizer, (actor, critic, reference, sampler)
 
 
-def make_optimizer(model: Transformer | None) -> torch.optim.AdamW | None:
+def make_optimizer(model: Transformer | None, args: Args) -> torch.optim.AdamW | None:
     """AdamW for the parameters that train. It allocates its moments at the first step."""
     if model:
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.0, fused=True)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, betas=(args.adam_beta1, 0.999), weight_decay=0.0, fused=True)
 
 
 def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: Args, actors: Ranks) -> None:
     """Supervised steps on the environment's demonstrations."""
     if args.sft_steps == 0 or "demonstration" not in reset(env, 0, args)[1]:
         return print0("warm start: none")
-    optimizer = make_optimizer(actor)
+    optimizer = make_optimizer(actor, args)
     for i in range(args.sft_steps):
         episodes = []
         for seed in range(i * SFT_BATCH_SIZE, (i + 1) * SFT_BATCH_SIZE):
@@ -1704,7 +1704,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: A
             parts.append({"loss": loss})
         step = read_step(parts, nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm), n_tokens, actors)
         optimizer_step(optimizer, step | {"lr": linear_schedule(args.sft_lr, 0.0, i, args.sft_steps)})
-    print0(f"warm start: {args.sft_steps} steps, loss {step['loss']:.3f} per token")
+    print0(f"warm start: {args.sft_steps} steps, loss {step['loss']:.3f} a token")
 
 
 def concatenate(parts: list):
@@ -1735,7 +1735,7 @@ def rollout_on_ranks(world, sampler, tokenizer, envs, seeds, args, iteration, gr
 
 
 def evaluate(play, envs: list, args: Args, iteration: int) -> dict[str, float]:
-    """Means over the evaluation episodes, sampled at temperature 1, and greedy accuracy."""
+    """Means over episodes sampled at temperature 1, and greedy accuracy."""
     args, N = dataclasses.replace(args, temperature=1.0), args.eval_episodes
     sampled = play(envs, range(N), args, -1 - iteration)  # negative: other noise than in training
     greedy = play(envs, range(N), args, -1 - iteration, greedy=True)

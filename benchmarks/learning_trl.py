@@ -33,7 +33,8 @@ TASK = dict(max_prompt_tokens=16, max_new_tokens=8, ppo_epochs=2, device="cpu",
             save_every=0)  # fmt: skip
 MATCHED = dict(rollout_batch_size=SAMPLES, train_batch_size=128, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE,
                lr_end=0.0, kl_coef=0.01)  # fmt: skip
-DEFAULTS = dict(rollout_batch_size=256, train_batch_size=64, actor_lr=4e-4, critic_lr=6e-4, kl_coef=0.05)
+DEFAULTS = dict(rollout_batch_size=128, train_batch_size=64, actor_lr=2.5e-4, critic_lr=6e-4, adam_beta1=0.5,
+                kl_coef=0.05)  # fmt: skip
 
 
 def train(folder: str, run_name: str, **flags) -> Path:
@@ -168,7 +169,8 @@ def main():
     RESULTS.parent.mkdir(exist_ok=True)
     for seed in seeds if "plot" not in chosen else ():
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint = train(folder, "start", seed=seed, num_iterations=1, actor_lr=0.0, critic_lr=0.0) / "model"
+            still = dict(num_iterations=1, actor_lr=0.0, critic_lr=0.0)  # a warm start alone
+            checkpoint = train(folder, "start", seed=seed, adam_beta1=0.9, **still) / "model"
             for side in sides:
                 curve = trl(folder, seed, checkpoint) if side == "trl" else ours(
                     folder, seed, checkpoint, MATCHED if side == "matched" else DEFAULTS)  # fmt: skip

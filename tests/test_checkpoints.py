@@ -215,9 +215,9 @@ def test_parameters_that_only_one_side_has_are_an_error(ppo, copied, tmp_path):
 def test_frozen_parameters_are_saved_and_resumed(ppo, tmp_path):
     """As in a fork that trains adapters only: they have no moments."""
 
-    def make_optimizer(model, original=ppo.make_optimizer):
+    def make_optimizer(model, args, original=ppo.make_optimizer):
         model.model["embed_tokens"].weight.requires_grad_(False)
-        return original(model)
+        return original(model, args)
 
     with mock.patch.object(ppo, "make_optimizer", make_optimizer):
         run = train(ppo, tmp_path / "whole", num_iterations=3, save_every=2)

@@ -91,7 +91,7 @@ FAULTS = {  # name: (flags, cause, function of the script, what replaces it)
     "target KL": (dict(target_kl=1e-9), "kl_early_stop"),
     "warm-up": (dict(critic_warmup_iterations=2), "critic_warmup"),
     "optimizer over a copy": (
-        {}, "optimizer_noop", "make_optimizer", lambda make, model, stale: make(copy.deepcopy(model))),
+        {}, "optimizer_noop", "make_optimizer", lambda make, model, args, stale: make(copy.deepcopy(model), args)),
     "detached log-probs": (
         {}, "no_grad_to_actor", "policy_loss", lambda loss, new, *rest, stale: loss(new.detach(), *rest)),
     "recomputed old log-probs": (

@@ -309,10 +309,10 @@ def test_update_steps_follow_the_formula(ppo):
 
 
 def test_defaults_fill_what_was_not_given(ppo):
-    for model, expected in ((None, (4e-4, 6e-4, 120, 0.05, 8)), ("folder", (1e-6, 1e-5, 0, 0.01, 256))):
-        args = ppo.Args(model=model)
+    embedded, with_model = [16, 8, 120, 1.3e-3, 2.5e-4, 6e-4, 0.5, 0.05], [512, 256, 0, 1e-5, 1e-6, 1e-5, 0.9, 0.01]
+    for args, expected in ((ppo.Args(), embedded), (ppo.Args(model="folder"), with_model)):
         ppo.validate(args)
-        assert (args.actor_lr, args.critic_lr, args.sft_steps, args.kl_coef, args.max_new_tokens) == expected
+        assert [getattr(args, name) for name in ppo.DEFAULTS] == expected
         assert args.critic_epochs == args.ppo_epochs and args.kl_estimator == "k1"
     args = ppo.Args(model="folder", kl_coef=0.0, actor_lr=0.0, critic_epochs=5, kl_in="loss", gamma=0.0)
     ppo.validate(args)

@@ -55,9 +55,9 @@ def record(ppo, folder, tensorboard=False, **flags):
         run.tokenizer, models = result
         run.models = dict(zip(("actor", "critic", "reference", "sampler"), models, strict=True))
 
-    def optimizer_made(result, model):
+    def optimizer_made(result, model, args):
         name = {"lm": "actor", "scalar": "critic"}[model.head]
-        [group] = result.param_groups
+        [group] = [group for group in result.param_groups if group["betas"] == (args.adam_beta1, 0.999)]
         norm = lambda: float(flat(p.grad for p in group["params"]).norm())
         result.register_step_post_hook(lambda *_: run.steps.append((name, group["lr"], norm())))
 
@@ -141,7 +141,7 @@ def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, c
     assert seen.summary["update_steps"] == seen.rows[-1]["charts/actor_steps"] == actor
     assert sum(len(batch.texts) for batch in seen.batches) == plan.episodes_total
     assert [name for name, _ in itertools.groupby(names)][:2] == ["critic", "actor"]
-    assert ppo.plan_steps(ppo.Args()) == (256, 4, 8, 8, 1120, 1120, 35840)  # what the README says
+    assert ppo.plan_steps(ppo.Args()) == (128, 2, 4, 4, 1280, 1280, 40960)  # what the README says
 
 
 def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_iterations(run):
