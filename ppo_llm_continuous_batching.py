@@ -212,8 +212,10 @@ class Episode:
     def begin(self, prompt: str, tokenizer: HFTokenizer, args: Args) -> None:
         self.prompt = prompt
         self.where += f", prompt {prompt!r:.80}"
-        self.extend(prompt_ids(tokenizer, prompt, args))
+        self.extend(tokenizer.encode_prompt(prompt))
         self.prompt_length = len(self.ids)
+        if not 1 <= self.prompt_length <= args.max_prompt_tokens:
+            raise UserError(f"--max-prompt-tokens {args.max_prompt_tokens}: {self.prompt_length} tokens, {self.where}")
         self.limit = self.prompt_length + args.max_new_tokens
 
     def add_dense_rewards(self, pairs: list, tokenizer: HFTokenizer) -> None:
@@ -455,7 +457,6 @@ def rollout_stats(episodes: list[Episode], B: int, K: int, steps: int) -> dict[s
 
 
 def collect(episodes: list[Episode], tokenizer: HFTokenizer, stats: dict[str, float]) -> Rollout:
-    """Finished episodes as one Rollout."""
     return Rollout(
         tokens=padded([e.ids for e in episodes], 0), mask=padded([e.mask for e in episodes], False),
         logprobs=padded([e.logprobs for e in episodes], 0.0), rewards=padded([e.rewards for e in episodes], 0.0),
@@ -498,7 +499,6 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tup
     bootstrap [B] = V(state after the last token), default 0. Returns (advantages, returns) [B, T], 0 off the mask.
     """
     mask = mask.bool()
-    rewards = torch.where(mask, rewards, 0.0)
     values = torch.where(mask, values, 0.0)
     nextvalues = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap  # [B]
     lastgaelam = torch.zeros_like(values[:, 0])
@@ -683,7 +683,7 @@ def linear_schedule(first: float, end_fraction: float, step: int, total_steps: i
 def read_step(parts: list[dict], grad_norm: Tensor, n_tokens: int, ranks: Ranks) -> dict[str, float]:
     """Sums of `parts` {name: tensor} over microbatches and ranks, of dev_max the maximum."""
     table = torch.stack([torch.stack([x.detach().double() for x in part.values()]) for part in parts])
-    sums, peaks = ranks.sum(table.sum(0)), ranks.max(table.amax(0))  # [names]
+    sums, peaks = ranks.sum(table.sum(0)), ranks.sum(table.amax(0), dist.ReduceOp.MAX)  # [names]
     numbers = torch.stack([sums, peaks, full(grad_norm).expand_as(sums)]).tolist()  # the host waits, once a step
     step = dict(zip(parts[0], numbers[0]))
     if "dev_max" in step:
@@ -757,7 +757,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         age = int(state.ahead is not None)  # of the sampler's weights, in iterations
         batch = state.ahead or sample_iteration()
         state.ahead = None
-        if trainers.index is None:  # a rollout rank: on to the next samples
+        if trainers.index is None:  # a rollout rank meets the others in hand_over
             state.advance(args, [], [])
             interrupt = hand_over()
             continue
@@ -767,8 +767,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 
         # --- Old log-probs, reference log-probs and values: recorded before the first update, then frozen. If old ones
         # are recomputed, the first ratio is 1 up to rounding, since the same forward computes the new ones
-        trainer = actor if args.recompute_old_logprobs else None
-        old_logprobs = forward_all(trainer, experience, logprobs_of, actors, args)
+        old_policy = actor if args.recompute_old_logprobs else None
+        old_logprobs = forward_all(old_policy, experience, logprobs_of, actors, args)
         ref_logprobs = forward_all(reference, experience, logprobs_of, actors, args)
         values = forward_all(critic, experience, sampled_values, critics, args)
         bootstrap = forward_all(critic if args.bootstrap_truncated else None, experience, last_values, critics, args)
@@ -1417,14 +1417,6 @@ def make_envs(args: Args, samples: int, players: Ranks, evaluation: bool = False
         return [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
 
 
-def prompt_ids(tokenizer: HFTokenizer, prompt: str, args: Args) -> list[int]:
-    """Ids of a prompt. Raises UserError if it has none, or more than max_prompt_tokens."""
-    ids = tokenizer.encode_prompt(prompt)
-    if not 1 <= len(ids) <= args.max_prompt_tokens:
-        raise UserError(f"--max-prompt-tokens {args.max_prompt_tokens}: {len(ids)} tokens in prompt {prompt!r:.80}")
-    return ids
-
-
 # === 8. Why is the ratio stuck at 1? ===
 
 Diagnosis = namedtuple("Diagnosis", "cause evidence advice")
@@ -1481,7 +1473,8 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
 
 def probe_weights(actor: Transformer | None) -> Tensor:
     """Up to 65,536 elements of this rank's part of every weight, in one tensor."""
-    parts = [local(p.detach()).flatten()[:: 1 + p.numel() // 2**16] for p in (actor.parameters() if actor else ())]
+    weights = [p.to_local() if isinstance(p, DTensor) else p for p in (actor.parameters() if actor else ())]
+    parts = [p.detach().flatten()[:: 1 + p.numel() // 2**16] for p in weights]
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
@@ -1589,13 +1582,10 @@ class Ranks:
             self.mesh = dist.DeviceMesh(device.type, list(ranks))
 
     def sum(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
-        """Reduce x over ranks, in place."""
+        """Sum x over ranks, or reduce it by another `op`, in place."""
         if self.size > 1:
             dist.all_reduce(x, op, group=self.group)
         return x
-
-    def max(self, x: Tensor) -> Tensor:
-        return self.sum(x, dist.ReduceOp.MAX)
 
     def gather(self, value) -> list:
         """`value` of every rank."""
@@ -1624,9 +1614,9 @@ def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, Ranks, Ranks, torch.dtype]
     store = dist.HashStore()
     if "RANK" in os.environ:
         store = next(dist.rendezvous("env://"))[0]
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it keeps the addresses of the last attempt
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, with addresses of the last attempt
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    if "RANK" in os.environ or bf16:  # FSDP2 also serves one process, for mixed precision
+    if ("RANK" in os.environ or bf16) and not dist.is_initialized():  # FSDP2 does mixed precision on one process, too
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     world = trainers = players = Ranks(range(WORLD_SIZE), device)
@@ -1690,11 +1680,6 @@ def materialize(model: Transformer, device: torch.device | str) -> Transformer:
     return model
 
 
-def local(x: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def full(x: Tensor) -> Tensor:
     """The whole of a tensor, a collective call if it is sharded."""
     return x.full_tensor() if isinstance(x, DTensor) else x
@@ -1755,7 +1740,6 @@ def build_models(args: Args, env, trainers: Ranks, actors: Ranks, critics: Ranks
     if tokenizer.vocab_size > config.vocab_size or longest > config.max_position_embeddings:
         raise UserError(f"{args.model}: {config.vocab_size} ids, {config.max_position_embeddings} positions: must be "
                         f"{tokenizer.vocab_size}, {longest} (--max-prompt-tokens + --max-new-tokens) or more")
-    prompt_ids(tokenizer, reset(env, 0, args)[0], args)  # is it too long?
 
     def build(ranks, head="lm"):
         if ranks.index is None:
