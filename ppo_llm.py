@@ -120,7 +120,7 @@ class Args:
     entropy_coef: float = 0.0  # weight of the entropy bonus
     target_kl: float | None = None  # actor steps end when approx_kl exceeds it
     recompute_old_logprobs: bool = True  # if off, use the sampler's
-    rollout_is_cap: float | None = None  # cap of pi_old / pi_sampler; default 2 with rollout ranks
+    rollout_is_cap: float | None = None  # cap of pi_old / pi_sampler; default 2 with rollout ranks; 0: off
     kl_coef: float | None = None  # KL to reference; default 0.05, with --model 0.01
     kl_in: Literal["reward", "loss"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1, in the loss k3
@@ -1337,7 +1337,7 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     if bf16 and not moved:
         evidence += " (undecided: bfloat16 noise)"
     underflow = ("bf16_underflow", "bfloat16" in s.param_dtype and s.changed_frac < 0.5, "keep float32 weights")
-    causes = [  # (cause, whether it holds, advice); the first match wins
+    causes = [  # of a ratio that is stuck: (cause, whether it holds, advice); the first match wins
         ("critic_warmup", s.phase == "critic_warmup", "see --critic-warmup-iterations"),
         ("kl_early_stop", s.early_stop and s.steps < s.planned, "raise --target-kl or lower --actor-lr"),
         ("one_update_by_design", s.planned == s.steps == 1 and moved, "correct; more epochs make it move"),
@@ -1859,7 +1859,7 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, 
         row["rollout/is_weight_mean"] = float(masked_mean(weights, mask))
         row["rollout/is_weight_max"] = float(weights.max())
         row["rollout/is_capped"] = float(masked_mean((weights > args.rollout_is_cap).float(), mask))
-    row["ratio/steps"] = actor_steps
+    row["ratio/steps"] = actor_steps  # statistics of each, instead of their number
     for phase, start, end in zip(("rollout", "score", "critic", "actor", "hand_over", "diagnose"), clock, clock[1:]):
         row[f"time/{phase}"] = end - start
     row["time/ranks"] = [[t - times[0] for t in times] for times in trainers.gather(clock)]
