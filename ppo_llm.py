@@ -1529,7 +1529,7 @@ def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: i
     """This rank's microbatches of rows `samples` [n], equally many on every rank (some may be empty). All on the CPU.
 
     Longest first, dealt out to the ranks in turn, 0 1 2 2 1 0 0 1 ... A microbatch is full when rows x longest would
-    exceed the budget, or padding a sixteenth of it.
+    exceed the budget, or padding a sixteenth of it; a row that is longer is alone.
     """
     order, parts = samples[lengths[samples].argsort(descending=True, stable=True)], []
     while len(order):
@@ -1636,6 +1636,7 @@ def build_models(args: Args, env, trainers: Ranks, actors: Ranks, critics: Ranks
     if tokenizer.vocab_size > config.vocab_size or longest > config.max_position_embeddings:
         raise UserError(f"{args.model}: {config.vocab_size} ids, {config.max_position_embeddings} positions: must be "
                         f"{tokenizer.vocab_size}, {longest} (--max-prompt-tokens + --max-new-tokens) or more")
+    Episode(env, "seed 0").begin(reset(env, 0, args)[0], tokenizer, args)  # is the prompt too long?
 
     def build(ranks, head="lm"):
         if ranks.index is None:

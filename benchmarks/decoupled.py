@@ -31,7 +31,7 @@ LEARNING = {
     "1 + 1, old = sampler": ["--rollout-ranks=1", "--no-recompute-old-logprobs"],
 }
 ENVIRONMENTS = {"at once": "SortDigits-v0", "after a second": "decoupled:SlowSortDigits-v0"}
-ITERATIONS, SIZE = 12, ["--rollout-batch-size=256"]  # of the timeline
+ITERATIONS = 12  # of the timeline
 
 
 class SlowSortDigits(ppo_llm.SortDigits):
@@ -102,7 +102,8 @@ def timeline() -> None:
         times = {name: [] for name in PLACEMENTS}
         for repeat in range(5):
             for axis, (name, placement) in zip(row, PLACEMENTS.items()):
-                flags = [f"--env-id={env}", f"--num-iterations={ITERATIONS}", "--eval-episodes=2", *SIZE, *placement]
+                size = [f"--num-iterations={ITERATIONS}", "--rollout-batch-size=256", "--eval-episodes=2"]
+                flags = [f"--env-id={env}", *size, *placement]
                 with tempfile.TemporaryDirectory() as folder:
                     launch(Path(folder), *flags)
                     ranks = [json.loads(Path(folder, f"spans.{rank}.json").read_text()) for rank in range(2)]

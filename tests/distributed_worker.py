@@ -59,15 +59,11 @@ def run(ppo, folder, name, flags, fault=None):
         seen["dtypes"].update(f"reduced {x.dtype}" for x in kwargs.values() if isinstance(x, torch.Tensor))
         return original(*args, **kwargs)
 
-    def init_process_group(original, *args, **kwargs):
-        if not dist.is_initialized():  # by an earlier run of the plan
-            original(*args, **kwargs)
-
     with contextlib.ExitStack() as stack:
         for owner, attribute, wrapper in [
             (ppo, "build_models", build_models), (ppo, "rollout", rollout), (ppo, "microbatches", microbatches),
             (torch.Tensor, "backward", backward), (torch.nn.utils, "clip_grad_norm_", clip_grad_norm),
-            (dist, "reduce_scatter_single", reduce_scatter), (dist, "init_process_group", init_process_group),
+            (dist, "reduce_scatter_single", reduce_scatter),
         ]:  # fmt: skip
             original = getattr(owner, attribute)
             wrapped = lambda *args, original=original, wrapper=wrapper, **kwargs: wrapper(original, *args, **kwargs)
