@@ -121,7 +121,8 @@ def forced(ppo, lengths: list[int], after=lambda: None):
 
     def forced_begin(episode, *rest):
         begin(episode, *rest)
-        episode.limit = episode.prompt_length + lengths[int(re.match(r"sample (\d+)", episode.where)[1])]
+        if sample := re.match(r"sample (\d+)", episode.where):  # not the prompt that is checked before
+            episode.limit = episode.prompt_length + lengths[int(sample[1])]
 
     def forced_rollout(actor, tokenizer, *rest, **kwargs):
         tokenizer = copy.copy(tokenizer)
