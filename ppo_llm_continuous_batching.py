@@ -66,6 +66,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 # ################################################## Part I: PPO ##################################################
@@ -396,6 +397,7 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
     ahead, staged = [], {}  # those that have no slot yet, see fill_slots
     playing, decoding = {}, {}  # {slot: episode}; {slot: tokens of its text}
     free_envs, patience, steps = list(envs), PATIENCE, 0
+    bar = progress("rollout, samples" if iteration >= 0 else "evaluation, samples", total=N)
     while len(episodes) < N or len(free_envs) < len(envs):
         while free_envs and len(episodes) < N:  # ask for prompts, also ahead of time
             i, env = len(episodes), free_envs.pop()
@@ -411,6 +413,7 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
         ended = [slot for slot, episode in playing.items() if episode.stop]
         if ended:
             free_envs += [playing.pop(slot).env for slot in ended]
+            bar.update(len(ended))
             continue  # ask for more prompts
 
         # Begin turns, in slots that are free or whose environment has answered
@@ -434,6 +437,7 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
         if ended:
             end_turn(slots, ended, tokenizer, args)
             decoding = {slot: length for slot, length in decoding.items() if alive[slot]}
+    bar.close()
     return collect(episodes, tokenizer, rollout_stats(episodes, B, K, steps))
 
 
@@ -657,7 +661,8 @@ def forward_all(model: Transformer | None, experience: Experience, function, ran
     out = torch.zeros(experience.tokens.shape, device=experience.tokens.device)
     if model is None:
         return out
-    for rows in microbatches(torch.arange(len(experience)), experience.cpu_lengths, ranks, args.micro_batch_tokens):
+    parts = microbatches(torch.arange(len(experience)), experience.cpu_lengths, ranks, args.micro_batch_tokens)
+    for rows in progress("scoring, microbatches", parts):
         result = function(model, experience[rows])
         if len(rows):
             out[upload(rows, out.device), : result.shape[1]] = result
@@ -668,7 +673,8 @@ def shuffled_minibatches(experience: Experience, ranks: Ranks, args: Args, itera
     """Yields (sampled tokens, this rank's microbatches). The order is a function of (seed, iteration, epoch)."""
     generator = torch.Generator().manual_seed(((args.seed * 1_000_003 + iteration) * 1_000_003 + epoch) % 2**63)
     # FORK: which samples make a minibatch.
-    for rows in torch.randperm(len(experience), generator=generator).split(args.train_batch_size):
+    minibatches = torch.randperm(len(experience), generator=generator).split(args.train_batch_size)
+    for rows in progress(f"epoch {epoch + 1}, minibatches", minibatches):
         n_tokens = int(experience.cpu_counts[rows].sum())
         parts = microbatches(rows, experience.cpu_lengths, ranks, args.micro_batch_tokens)
         if n_tokens > 0:  # else there is nothing to learn
@@ -717,7 +723,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     actor_optimizer, critic_optimizer = make_optimizer(actor, args), make_optimizer(critic, args)
     trained = {"actor": (actor, actor_optimizer, actors), "critic": (critic, critic_optimizer, critics),
                "reference": (reference, None, actors)}  # fmt: skip
-    state = resume(args, trained, world)
+    state = resume(args, trained)
     if state.ahead and (not args.rollout_ranks or len(state.ahead.prompts) != N):
         state.ahead = None  # of other flags: sampled again
     copy_weights(actor, sampler, actors, world)
@@ -932,13 +938,15 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: dict) -> ModelConfig:
         """Read a config.json of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
-        kind, act, heads = raw["model_type"], raw.get("hidden_act", "silu"), raw["num_attention_heads"]
+        kind, act = raw.get("model_type"), raw.get("hidden_act", "silu")
+        if kind not in ("llama", "qwen2", "qwen3"):
+            raise ValueError(f"model_type {kind!r}: must be llama, qwen2 or qwen3")
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
-        known = kind in ("llama", "qwen2", "qwen3") and rope_type in ("default", "llama3")
-        if not known or act != "silu" or raw.get("use_sliding_window"):
-            raise ValueError(f"{kind!r} with rope {rope_type!r} and {act!r}: must be llama, qwen2 or qwen3 with rope "
-                             "default or llama3 and silu, without use_sliding_window")
+        if rope_type not in ("default", "llama3") or act != "silu" or raw.get("use_sliding_window"):
+            raise ValueError(f"rope {rope_type!r}, hidden_act {act!r}: must be default or llama3, and silu, without "
+                             "use_sliding_window")
+        heads = raw["num_attention_heads"]
         shared = {f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw}
         bias = raw.get("attention_bias", False)  # on q, k, v and o; Qwen2 always has it, on q, k and v
         return cls(**shared | {
@@ -1263,13 +1271,13 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     read_tensors(tensors, folder, {"score.weight"} | {"lm_head.weight"} - tensors.keys())
 
 
-def read_tensors(tensors: dict[str, Tensor], folder: str | Path, optional: set = frozenset()) -> None:
+def read_tensors(tensors: dict[str, Tensor], folder: str | Path, optional=frozenset()) -> None:
     """Fill `tensors`, which may be sharded, from safetensors. Raises UserError if other names or shapes are there."""
     with rephrase(f"{folder}: safetensors are missing, corrupt or of another model"):
         reader = dcp.HuggingFaceStorageReader(str(folder))
         sizes = {name: x.size for name, x in reader.read_metadata().state_dict_metadata.items()}
         differ = {name for name, _ in sizes.items() ^ {name: x.shape for name, x in tensors.items()}.items()}
-        differ = sorted(name for name in differ - optional if "rotary_emb" not in name)
+        differ = sorted(name for name in differ - set(optional) if "rotary_emb" not in name)
         if differ:
             raise ValueError(f"other names or shapes: {', '.join(differ)}")
         dcp.load({name: x for name, x in tensors.items() if name in sizes}, storage_reader=reader, no_dist=True)
@@ -1298,7 +1306,11 @@ def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTok
 
 
 class SortDigits(gym.Env):
-    """Prompt "52814=", right answer "12458". A tenth of the strings, by their CRC, is the held-out test split."""
+    """Prompt "52814=", right answer "12458", reward the share of digits in their right place, if there are as many.
+
+    The demonstration has the digits in random order: it teaches what an answer looks like, only the reward teaches to
+    sort. A tenth of the prompts, by their CRC, is the held-out test split.
+    """
 
     def __init__(self, split: Literal["train", "test"] = "train", digits: int = 5):
         if split not in ("train", "test") or digits < 1:
@@ -1310,10 +1322,12 @@ class SortDigits(gym.Env):
         while not text or (zlib.crc32(text.encode()) % 10 == 0) != self.test:
             text = "".join(rng.choices("0123456789", k=self.digits))
         self.answer = "".join(sorted(text))
-        return f"{text}=", {"demonstration": self.answer}
+        return f"{text}=", {"demonstration": "".join(rng.sample(text, len(text)))}
 
     def step(self, response):
-        return "", float(response == self.answer), True, False, {"success": response == self.answer}
+        right = sum(a == b for a, b in zip(response, self.answer))
+        reward = right / self.digits if len(response) == self.digits else 0.0
+        return "", reward, True, False, {"success": response == self.answer}
 
 
 def parse_number(text: str) -> float | None:
@@ -1330,6 +1344,8 @@ def load_gsm8k(path: str) -> list[tuple[str, str, float]]:
         with rephrase(f"{path}, line {i}: must be UTF-8 JSON with a question, and an answer ending in '#### number'"):
             row = json.loads(line)
             rows.append((row["question"], row["answer"], float(parse_number(row["answer"]))))
+    if not rows:
+        raise UserError(f"no rows in {path}")
     return random.Random(0).sample(rows, len(rows))  # shuffled once: consecutive seeds see every row once an epoch
 
 
@@ -1525,13 +1541,13 @@ class UserError(ValueError):
 
 
 @contextlib.contextmanager
-def rephrase(what: str):
-    """Re-raise exceptions as UserError, prefixed with `what`."""
+def rephrase(what: str, kinds=(Exception, dcp.api.CheckpointException)):
+    """Re-raise exceptions of these kinds as UserError, prefixed with `what`."""
     try:
         yield
     except UserError:
         raise
-    except (Exception, dcp.api.CheckpointException) as error:
+    except kinds as error:
         raise UserError(f"{what} ({type(error).__name__}: {error!s:.300})") from error
 
 
@@ -1539,6 +1555,12 @@ def print0(text: str) -> None:
     """Print on rank 0."""
     if RANK == 0:
         print(text, flush=True)
+
+
+def progress(what: str, items=None, total: int | None = None) -> tqdm:
+    """A progress bar over `items`, or of `total` updates, for what takes over a second; on rank 0's terminal alone."""
+    silent = None if RANK == 0 else True  # None: only where stderr is no terminal
+    return tqdm(items, what, total, leave=False, disable=silent, delay=1.0, dynamic_ncols=True)
 
 
 def validate(args: Args, world_size: int = 1) -> Plan:
@@ -1776,7 +1798,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: A
     if args.sft_steps == 0 or "demonstration" not in reset(env, 0, args)[1]:
         return print0("warm start: none")
     optimizer = make_optimizer(actor, args)
-    for i in range(args.sft_steps):
+    for i in progress("warm start, steps", range(args.sft_steps)):
         episodes = []
         for seed in range(i * SFT_BATCH_SIZE, (i + 1) * SFT_BATCH_SIZE):
             prompt, info = reset(env, seed, args)
@@ -2005,7 +2027,8 @@ def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:
         return {}
     tensors = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
     for kind in ("exp_avg", "exp_avg_sq", "step") if optimizer and optimizer.state else ():
-        tensors[kind] = {name: optimizer.state[p][kind] for name, p in model.named_parameters() if p.requires_grad}
+        named = model.named_parameters()  # those that have never had a gradient have no state
+        tensors[kind] = {name: optimizer.state[p][kind] for name, p in named if p in optimizer.state}
     return tensors
 
 
@@ -2013,11 +2036,12 @@ def save_checkpoint(run: RunFolder, trained: dict, state: TrainState, args: Args
     """Write checkpoints/iter_<iterations>, which exists only when complete. Any number of ranks can read it."""
     path = run.path / "checkpoints" / f"iter_{state.iteration:06d}"
     partial = path.with_name("partial")
-    with rephrase(f"{path} cannot be written, earlier checkpoints are intact; make room and --resume the run"):
+    failed = f"{path} cannot be written, earlier checkpoints are intact; make room and --resume the run"
+    with rephrase(failed, (OSError, dcp.api.CheckpointException)):
         if RANK == 0:
             shutil.rmtree(partial, ignore_errors=True)
         trainers.gather(None)  # wait for rank 0
-        for name, (model, optimizer, ranks) in trained.items():
+        for name, (model, optimizer, ranks) in progress("saving, models", trained.items()):
             for kind, tensors in checkpoint_tensors(model, optimizer).items():
                 writer = dcp.HuggingFaceStorageWriter(str(partial / name / kind), save_distributed=True)
                 dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
@@ -2028,9 +2052,8 @@ def save_checkpoint(run: RunFolder, trained: dict, state: TrainState, args: Args
         files = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*.safetensors")}
         plain = lambda x: x.tolist() if isinstance(x, Tensor) else vars(x)  # of state.ahead
         (partial / "state.json").write_text(json.dumps({"state": vars(state), "files": files}, default=plain))
-        shutil.rmtree(path, ignore_errors=True)  # a damaged one that resume has skipped
         partial.rename(path)
-        for old in [p for p in checkpoints_in(run.path) if p <= path][args.keep_checkpoints :]:
+        for old in checkpoints_in(run.path)[args.keep_checkpoints :]:
             shutil.rmtree(old)
     print0(f"saved {path}")
 
@@ -2040,7 +2063,7 @@ def checkpoints_in(run: Path) -> list[Path]:
 
 
 def checkpoints_to_resume(args: Args) -> list[Path]:
-    """Checkpoints to try, newest first; none for a new run. Raises UserError if --resume names none."""
+    """Checkpoints, newest first; none for a new run. Raises UserError if --resume names none."""
     if args.resume is None:
         return []
     folder = Path(args.log_dir, args.run_name) if args.resume == "auto" else Path(args.resume)
@@ -2050,23 +2073,18 @@ def checkpoints_to_resume(args: Args) -> list[Path]:
     return found
 
 
-def resume(args: Args, trained: dict, world: Ranks) -> TrainState:
-    """Read the newest checkpoint that loads into models and optimizers; one that does not is named."""
-    problem = None
-    for path in checkpoints_to_resume(args):
-        state = problem = None
-        try:
-            state = load_checkpoint(path, trained)
-        except (Exception, dcp.api.CheckpointException) as error:
-            problem = f"{path} is damaged or of another model: {error!s:.500} ({type(error).__name__})"
-        problem = next(filter(None, world.gather(problem)), None)
-        if problem is None:
-            print0(f"resuming from {path}, after {state.iteration} iterations")
-            return state
-        print0(f"WARNING: skipped {problem}")
-    if problem:
-        raise UserError(f"--resume {args.resume}: {problem}")
-    return TrainState()
+def resume(args: Args, trained: dict) -> TrainState:
+    """Read the newest checkpoint into models and optimizers. Raises UserError that names it and the one before."""
+    found = checkpoints_to_resume(args)
+    if not found:
+        return TrainState()
+    try:
+        state = load_checkpoint(found[0], trained)
+    except Exception as error:
+        before = f"; the one before is {found[1]}, remove the damaged one to resume from it" if found[1:] else ""
+        raise UserError(f"{found[0]} is damaged or of another model: {error!s:.500}{before}") from error
+    print0(f"resuming from {found[0]}, after {state.iteration} iterations")
+    return state
 
 
 def load_checkpoint(path: Path, trained: dict) -> TrainState:
@@ -2075,14 +2093,12 @@ def load_checkpoint(path: Path, trained: dict) -> TrainState:
         if (path / name).stat().st_size != size:
             raise ValueError(f"{name} differs in size from what was saved")
     for name, (model, optimizer, _) in trained.items():
-        if optimizer:
-            optimizer.state.clear()  # of a checkpoint that turned out to be damaged
         if optimizer and (path / name / "exp_avg").is_dir():
             for p in optimizer.param_groups[0]["params"]:
                 optimizer.state[p] = {kind: torch.zeros_like(p.detach()) for kind in ("exp_avg", "exp_avg_sq")}
                 optimizer.state[p]["step"] = torch.zeros((), device=p.device)
         for kind, tensors in checkpoint_tensors(model, optimizer).items():
-            read_tensors(tensors, path / name / kind)
+            read_tensors(tensors, path / name / kind, optional=tensors.keys() if kind != "weights" else ())
     state = TrainState(**saved["state"])
     if state.ahead:
         tensors = {f.name: torch.tensor(state.ahead[f.name]) for f in dataclasses.fields(Rollout) if f.type == "Tensor"}

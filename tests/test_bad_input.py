@@ -108,6 +108,7 @@ def test_a_hung_environment_does_not_keep_the_process_alive(ppo, tmp_path):
     (GSM8K_LINE + "\n" + GSM8K_LINE[:-9], ["line 2"]), ('["1 + 1?", "#### 2"]', ["line 1"]), (None, []),
     (GSM8K_LINE + '\n{"prompt": "1 + 1?", "answer": "#### 2"}', ["line 2", "question"]),
     ('{"question": "1 + 1?", "answer": "two"}', ["line 1", "####"]), ('{"question": "caf\xe9"}', ["line 1", "UTF-8"]),
+    ("", ["no rows in"]),
 ])  # fmt: skip
 def test_gsm8k_file_that_is_wrong_is_named_with_the_line(ppo, tmp_path, content, parts):
     path = tmp_path / "train.jsonl"
@@ -142,7 +143,7 @@ def test_model_file_that_is_missing_or_corrupt(ppo, tmp_path, name, content):
 @pytest.mark.parametrize(("parts", "changes"), [
     ([NORM], dict(tensors={NORM: None})), (["model.extra"], dict(tensors={"model.extra": torch.ones(3)})),
     ([NORM], dict(tensors={NORM: torch.ones(3)})),
-    (["gpt2"], dict(edit={"model_type": "gpt2"})), (["yarn"], dict(edit={"rope_scaling": {"rope_type": "yarn"}})),
+    (["gpt2", "llama, qwen2 or qwen3"], dict(edit={"model_type": "gpt2", "num_attention_heads": None})), (["yarn"], dict(edit={"rope_scaling": {"rope_type": "yarn"}})),
     (["gelu"], dict(edit={"hidden_act": "gelu"})), (["11", "12"], dict(vocab_size=11)),  # the tokenizer has 12
     (["23", "24"], dict(max_position_embeddings=23)),  # prompt and response: 16 + 8 tokens
 ])  # fmt: skip
