@@ -143,7 +143,8 @@ def test_model_file_that_is_missing_or_corrupt(ppo, tmp_path, name, content):
 @pytest.mark.parametrize(("parts", "changes"), [
     ([NORM], dict(tensors={NORM: None})), (["model.extra"], dict(tensors={"model.extra": torch.ones(3)})),
     ([NORM], dict(tensors={NORM: torch.ones(3)})),
-    (["gpt2", "llama, qwen2 or qwen3"], dict(edit={"model_type": "gpt2", "num_attention_heads": None})), (["yarn"], dict(edit={"rope_scaling": {"rope_type": "yarn"}})),
+    (["gpt2", "llama, qwen2 or qwen3"], dict(edit={"model_type": "gpt2", "num_attention_heads": None})),
+    (["yarn"], dict(edit={"rope_scaling": {"rope_type": "yarn"}})),
     (["gelu"], dict(edit={"hidden_act": "gelu"})), (["11", "12"], dict(vocab_size=11)),  # the tokenizer has 12
     (["23", "24"], dict(max_position_embeddings=23)),  # prompt and response: 16 + 8 tokens
 ])  # fmt: skip
