@@ -93,22 +93,22 @@ class Args:
     env_kwargs: str = "{}"  # its arguments, a JSON object
     env_timeout: float = 60.0  # seconds it may take to answer
 
-    num_iterations: int = 320  # rollouts, each with its updates
-    rollout_batch_size: int = 128  # prompts per iteration
+    num_iterations: int = 300  # rollouts, each with its updates
+    rollout_batch_size: int = 256  # prompts per iteration
     n_samples_per_prompt: int = 1
     rollout_slots: int = 512  # samples decoded at once on each rank
     max_prompt_tokens: int | None = None  # default 16, with --model 512
     max_new_tokens: int | None = None  # feedback included; default 8, with --model 256
     temperature: float = 1.0  # in sampling, old, new and reference log-probs
-    sft_steps: int | None = None  # warm-start steps; default 120, with --model 0
+    sft_steps: int | None = None  # warm-start steps; default 60, with --model 0
     sft_lr: float | None = None  # default 1.3e-3, with --model 1e-5
 
     ppo_epochs: int = 2  # passes of the actor over a rollout
     critic_epochs: int | None = None  # passes of the critic; default ppo_epochs
     train_batch_size: int = 64  # samples per optimizer step
-    micro_batch_tokens: int = 16384  # padded tokens per forward and rank
-    actor_lr: float | None = None  # default 2.5e-4, with --model 1e-6
-    critic_lr: float | None = None  # default 6e-4, with --model 1e-5
+    micro_batch_tokens: int = 16384  # tokens per forward and rank
+    actor_lr: float | None = None  # default 5e-4, with --model 1e-6
+    critic_lr: float | None = None  # default 1e-3, with --model 1e-5
     adam_beta1: float | None = None  # Adam's momentum; default 0.5, with --model 0.9
     lr_end: float = 0.05  # learning rates decay linearly to this share
     critic_warmup_iterations: int = 0  # first iterations, without the actor
@@ -124,7 +124,7 @@ class Args:
     target_kl: float | None = None  # actor steps end when approx_kl exceeds it
     recompute_old_logprobs: bool = True  # if off, use the sampler's
     rollout_is_cap: float | None = None  # cap of pi_old / pi_sampler; default 2 with rollout ranks; 0: off
-    kl_coef: float | None = None  # KL to reference; default 0.05, with --model 0.01
+    kl_coef: float | None = None  # KL to reference; default 0.02, with --model 0.01
     kl_in: Literal["reward", "loss"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1, in the loss k3
     ref_sync_every: int = 0  # iterations between updates of the reference; 0: never
@@ -571,7 +571,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Te
 
 @dataclass
 class Experience:
-    """All that an iteration stores about its N samples. `experience[rows]` are some, cropped to the longest."""
+    """All that an iteration stores about its N samples."""
 
     tokens: Tensor
     mask: Tensor  # [N, T] bool: sampled by the actor
@@ -596,76 +596,84 @@ class Experience:
         tensors = (batch.tokens, batch.mask, batch.logprobs, batch.rewards, batch.lengths, truncated)
         return cls(*(x.to(device) for x in tensors), cpu_lengths=batch.lengths, cpu_counts=batch.mask.sum(1))
 
-    def map(self, function) -> Experience:
-        return Experience(**{name: None if x is None else function(x) for name, x in vars(self).items()})
-
     def __len__(self) -> int:
         return len(self.cpu_lengths)
 
-    def __getitem__(self, rows: slice | Tensor) -> Experience:
-        """`rows`: a slice, or indices [n] on the CPU."""
+    def microbatch(self, rows: Tensor) -> Microbatch:
+        """The samples `rows` [B], indices on the CPU."""
+        n_sampled = int(self.cpu_counts[rows].sum())
         lengths = self.cpu_lengths[rows]
-        if len(lengths) == 0:  # FSDP's calls are collective: a rank without rows computes a blank row
-            return self.map(lambda x: x.new_zeros(1, *[2] * (x.ndim - 1)))
-        T = int(lengths.max())
-        on_device = rows if isinstance(rows, slice) else upload(rows, self.tokens.device)
-        taken = self.map(lambda x: x[on_device if x.device == self.tokens.device else rows])
-        return taken.map(lambda x: x[:, :T] if x.ndim == 2 else x)
+        if len(rows) == 0:  # FSDP's calls are collective: a rank without rows computes a prompt's first token
+            rows, lengths = torch.tensor([0]), torch.tensor([1])
+        B, T = len(rows), int(lengths.max())
+        row, position = (torch.arange(T) < lengths[:, None]).nonzero().T  # [n] each
+        stored = rows[row] * self.tokens.shape[1] + position
+        position, place, stored = upload(torch.stack((position, row * T + position, stored)), self.tokens.device)
+        fields = {name: x.flatten()[stored] for name, x in vars(self).items() if x is not None and x.ndim == 2}
+        return Microbatch(**fields, positions=position, layout=(place, B, T), stored=stored, n_sampled=n_sampled)
+
+
+class Microbatch(types.SimpleNamespace):
+    """The n tokens of some samples, one sample after the other, without padding.
+
+    `tokens`, `mask`, `values`, ... [n] as in Experience; `positions` [n] in the sample; `layout`, their places in [B, T]
+    for attention, B, T; `stored` [n], indices into N * T of the experience; `n_sampled`, the sum of mask, on the host.
+    """
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """From the CPU to `device`: out of pinned memory, since else the host would wait."""
+    """From the CPU to `device`, through pinned memory: otherwise the host would wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
-def sampled_and_predictor(mb: Experience) -> tuple[Tensor, Tensor]:
-    """Flat indices [n] into B * T: of the sampled tokens, and of the positions whose outputs predict them.
+def sampled_and_predictor(mb: Microbatch) -> tuple[Tensor, Tensor]:
+    """Indices [m] into n: of the sampled tokens, and of the tokens whose outputs predict them.
 
     Training shifts by one here and nowhere else: the output at t - 1 predicts token t, and values the state before it.
-        tokens [a b C D]   mask [0 0 1 1]   ->   sampled [2 3], predictor [1 2]   (row 1: plus T)
+        tokens [a b C D a E]   mask [0 0 1 1 0 1]   ->   sampled [2 3 5], predictor [1 2 4]
+    The first token of a sample is its prompt's: a predictor is always of the same sample.
     """
-    n = int(mb.cpu_counts.sum())  # known on the host: nonzero() would wait for the device
-    sampled = torch.nonzero_static(mb.mask.flatten(), size=n)[:, 0]
+    sampled = torch.nonzero_static(mb.mask, size=mb.n_sampled)[:, 0]  # nonzero() would wait for the device
     return sampled, sampled - 1
 
 
-def scatter(flat: Tensor, indices: Tensor, mb: Experience) -> Tensor:
-    """[n] -> [B, T], 0 elsewhere."""
-    return flat.new_zeros(mb.tokens.numel()).index_copy(0, indices, flat).view(mb.tokens.shape)
+def scatter(x: Tensor, indices: Tensor, mb: Microbatch) -> Tensor:
+    """[m] -> [n], 0 elsewhere."""
+    return x.new_zeros(len(mb.tokens)).index_copy(0, indices, x)
 
 
-def sampled_logprobs(model: Transformer, mb: Experience, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of the sampled tokens, and entropy of the distributions they came from: [B, T] each."""
+def sampled_logprobs(model: Transformer, mb: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of the sampled tokens, and entropy of the distributions they came from: [n] each."""
     sampled, predictor = sampled_and_predictor(mb)
-    targets = mb.tokens.flatten()[sampled]
-    logprobs, entropy = model(mb.tokens, select=predictor, targets=targets, temperature=temperature)
+    logprobs, entropy = model(mb.tokens, mb.positions, select=predictor, targets=mb.tokens[sampled],
+                              temperature=temperature, layout=mb.layout)
     return scatter(logprobs, sampled, mb), scatter(entropy, sampled, mb)
 
 
-def sampled_values(critic: Transformer, mb: Experience) -> Tensor:
-    """Values of the states in which tokens were sampled, [B, T]."""
+def sampled_values(critic: Transformer, mb: Microbatch) -> Tensor:
+    """Values of the states in which tokens were sampled, [n]."""
     sampled, predictor = sampled_and_predictor(mb)
-    return scatter(critic(mb.tokens, select=predictor), sampled, mb)
+    return scatter(critic(mb.tokens, mb.positions, select=predictor, layout=mb.layout), sampled, mb)
 
 
-def last_values(critic: Transformer, mb: Experience) -> Tensor:
-    """V(state after the last token), at the last token, [B, T]."""
-    B, T = mb.tokens.shape
-    last = (mb.lengths - 1).clamp(min=0) + T * torch.arange(B, device=mb.lengths.device)  # [B]
-    return scatter(critic(mb.tokens, select=last), last, mb)
+def next_values(critic: Transformer, mb: Microbatch) -> Tensor:
+    """Values of the states after each token, [n]."""
+    return critic(mb.tokens, mb.positions, layout=mb.layout)
 
 
 @torch.no_grad()
-def forward_all(model: Transformer | None, experience: Experience, function, ranks: Ranks, args: Args) -> Tensor:
-    """`function(model, microbatch)` [N, T] for this rank's share of rows; 0 elsewhere, or without a model."""
+def forward_all(model: Transformer | None, experience, function, ranks: Ranks, args: Args, some=slice(None)) -> Tensor:
+    """`function(model, microbatch)` [N, T] for this rank's share of (some) samples; 0 elsewhere, or without a model."""
     out = torch.zeros(experience.tokens.shape, device=experience.tokens.device)
     if model is None:
         return out
-    parts = microbatches(torch.arange(len(experience)), experience.cpu_lengths, ranks, args.micro_batch_tokens)
+    samples = torch.arange(len(experience))[some]
+    parts = microbatches(samples, experience.cpu_lengths, ranks, args.micro_batch_tokens)
     for rows in progress("scoring, microbatches", parts):
-        result = function(model, experience[rows])
+        mb = experience.microbatch(rows)
+        result = function(model, mb)  # [n]
         if len(rows):
-            out[upload(rows, out.device), : result.shape[1]] = result
+            out.view(-1)[mb.stored] = result
     return out
 
 
@@ -678,7 +686,7 @@ def shuffled_minibatches(experience: Experience, ranks: Ranks, args: Args, itera
         n_tokens = int(experience.cpu_counts[rows].sum())
         parts = microbatches(rows, experience.cpu_lengths, ranks, args.micro_batch_tokens)
         if n_tokens > 0:  # else there is nothing to learn
-            yield n_tokens, [experience[part] for part in parts]
+            yield n_tokens, [experience.microbatch(part) for part in parts]
 
 
 def linear_schedule(first: float, end_fraction: float, step: int, total_steps: int) -> float:
@@ -777,7 +785,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         old_logprobs = forward_all(old_policy, experience, logprobs_of, actors, args)
         ref_logprobs = forward_all(reference, experience, logprobs_of, actors, args)
         values = forward_all(critic, experience, sampled_values, critics, args)
-        bootstrap = forward_all(critic if args.bootstrap_truncated else None, experience, last_values, critics, args)
+        bootstrap = forward_all(critic if args.bootstrap_truncated else None, experience, next_values, critics, args)
         for x in (old_logprobs, ref_logprobs, values, bootstrap):
             trainers.sum(x)  # in place; each rank has computed some of the rows, the others are 0
         if not args.recompute_old_logprobs:
@@ -797,7 +805,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 
         # --- Advantages, whitened over the rollout; returns are not
         # FORK: advantages.
-        bootstrap = bootstrap.sum(1) * experience.truncated  # [N], 0 without --bootstrap-truncated
+        bootstrap = bootstrap[samples, last] * experience.truncated  # [N], 0 without --bootstrap-truncated
         advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
         advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
         if advantage_std >= 1e-6:  # else only rounding errors would grow
@@ -939,13 +947,12 @@ class ModelConfig:
     def from_hf(cls, raw: dict) -> ModelConfig:
         """Read a config.json of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
         kind, act = raw.get("model_type"), raw.get("hidden_act", "silu")
-        if kind not in ("llama", "qwen2", "qwen3"):
-            raise ValueError(f"model_type {kind!r}: must be llama, qwen2 or qwen3")
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type not in ("default", "llama3") or act != "silu" or raw.get("use_sliding_window"):
-            raise ValueError(f"rope {rope_type!r}, hidden_act {act!r}: must be default or llama3, and silu, without "
-                             "use_sliding_window")
+        known = kind in ("llama", "qwen2", "qwen3") and rope_type in ("default", "llama3") and act == "silu"
+        if not known or raw.get("use_sliding_window"):
+            raise ValueError(f"model_type {kind!r}, rope {rope_type!r}, {act!r}: must be llama, qwen2 or qwen3, rope "
+                             "default or llama3, silu, without use_sliding_window")
         heads = raw["num_attention_heads"]
         shared = {f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw}
         bias = raw.get("attention_bias", False)  # on q, k, v and o; Qwen2 always has it, on q, k and v
@@ -971,9 +978,14 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D / 2) of x [B, T, H, D], as in HF, in fp32. cos, sin [B or 1, T, 1, D]."""
+    """Rotate the pairs (i, i + D / 2) of x [..., H, D], as in HF, in fp32. cos, sin [..., 1, D]."""
     swapped = x.float().roll(x.shape[-1] // 2, dims=-1)  # [second half, first half], whose signs are in sin
     return (x.float() * cos + swapped * sin).to(x.dtype)
+
+
+def pad(x: Tensor, place: Tensor, B: int, T: int) -> Tensor:
+    """[n, H, D] -> [B, T, H, D], 0 elsewhere. place [n]: indices into B * T."""
+    return x.new_zeros(B * T, *x.shape[1:]).index_copy(0, place, x).unflatten(0, (B, T))
 
 
 class Attention(nn.Module):
@@ -990,16 +1002,20 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x, cos, sin, cache=None, positions=None, mask=None):
-        B, T, _ = x.shape
-        q = apply_rope(self.q_norm(self.q_proj(x).view(B, T, self.H, self.D)), cos, sin)  # [B, T, H, D]
-        k = apply_rope(self.k_norm(self.k_proj(x).view(B, T, self.Hkv, self.D)), cos, sin)  # [B, T, Hkv, D]
-        v = self.v_proj(x).view(B, T, self.Hkv, self.D)
+    def forward(self, x, cos, sin, layout=None, cache=None, positions=None, mask=None):
+        q = apply_rope(self.q_norm(self.q_proj(x).unflatten(-1, (self.H, self.D))), cos, sin)  # [..., H, D]
+        k = apply_rope(self.k_norm(self.k_proj(x).unflatten(-1, (self.Hkv, self.D))), cos, sin)  # [..., Hkv, D]
+        v = self.v_proj(x).unflatten(-1, (self.Hkv, self.D))
         if cache is None:
+            if layout:  # on an accelerator torch.nn.attention.varlen could do without padding
+                q, k, v = pad(q, *layout), pad(k, *layout), pad(v, *layout)  # [B, T, H or Hkv, D]
             # Rows start at index 0, so causality alone hides the padding on the right.
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or Hkv, T, D]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
-            return self.o_proj(out.transpose(1, 2).flatten(2))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped).transpose(1, 2)
+            if layout:
+                out = out.flatten(0, 1).index_select(0, layout[0])  # [n, H, D]
+            return self.o_proj(out.flatten(-2))
+        B, T = positions.shape
         # With a mask enable_gqa is slow: the G query heads of a key head become queries of it instead.
         k, v = cache.update(self.layer, k, v, positions)  # [B, Hkv, S, D]
         q = q.view(B, T, self.Hkv, -1, self.D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
@@ -1054,29 +1070,30 @@ class Transformer(nn.Module):
         if self.head == "lm" and self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens, positions=None, cache=None, select=None, targets=None, temperature=1.0):
+    def forward(self, tokens, positions=None, cache=None, select=None, targets=None, temperature=1.0, layout=None):
         """Logits [B, T, V] of `tokens` [B, T], or values [B, T]. The only entry point, which FSDP hooks.
 
-        With `select` [n], flat indices into B * T: of these positions alone. With `targets` [n], too: their log-probs
-        [n] and the entropy [n]. The rollout passes `positions` [B, T] and its `cache`.
+        Training passes tokens without padding: `tokens` and `positions` [n], and their `layout`, for logits [n, V].
+        With `select` [m], flat indices of tokens: of these alone. With `targets` [m], too: their log-probs [m] and the
+        entropy [m]. The rollout passes `positions` [B, T] and its `cache`.
         """
-        at = torch.arange(tokens.shape[1], device=tokens.device)[None] if positions is None else positions
-        angles = at[..., None, None].float() * self.rope  # [B or 1, T, 1, D / 2]
+        at = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        angles = at[..., None, None].float() * self.rope  # [n, [T] or [B, T], 1, D / 2]
         cos, sin = angles.cos(), angles.sin()
-        context = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))  # [B or 1, T, 1, D]
+        context = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), layout)  # [..., 1, D]
         if cache is not None:
             G = self.config.num_attention_heads // self.config.num_key_value_heads
             mask = cache.attention_mask(positions).repeat(1, G, 1)[:, None]  # [B, 1, G * T, S], as queries are folded
             context += (cache, positions, mask)
-        x = self.model.embed_tokens(tokens)  # [B, T, hidden]
+        x = self.model.embed_tokens(tokens)  # [..., hidden]
         for block in self.model.layers:
             if self.checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, *context, use_reentrant=False)
             else:
                 x = block(x, *context)
-        x = self.model.norm(x).flatten(0, 1)  # [B * T, hidden]
+        x = self.model.norm(x).flatten(0, -2)  # [n or B * T, hidden]
         if select is not None:
-            x = x[select]  # [n, hidden]
+            x = x[select]  # [m, hidden]
         if targets is not None:
             return token_logprobs(x, self.lm_head.weight, targets, temperature)
         if self.head == "lm":
@@ -1496,10 +1513,11 @@ def probe_weights(actor: Transformer | None) -> Tensor:
 
 def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, actors, trainers, args) -> dict:
     """What `diagnose_ratio` needs: what the updates did to weights and, by one more forward, to some log-probs."""
-    some = experience[: args.train_batch_size]
-    newlogprobs = trainers.sum(forward_all(actor, some, logprobs_of, actors, args))
-    logratio = (newlogprobs - some.old_logprobs)[some.mask]  # [n]
-    drift = logratio * some.advantages[some.mask].sign()  # [n], above 0 where the update did what it should
+    some = slice(max(1, len(experience) // 8))  # samples, for an eighth of the time of a forward
+    newlogprobs = trainers.sum(forward_all(actor, experience, logprobs_of, actors, args, some))[some]
+    mask = experience.mask[some]
+    logratio = (newlogprobs - experience.old_logprobs[some])[mask]  # [n]
+    drift = logratio * experience.advantages[some][mask].sign()  # [n], above 0 where the update did what it should
     weights = probe_weights(actor)
     change = (weights - weights_before).double()
     sums = [(change != 0).double(), torch.ones_like(change), change.square(), weights.double().square()]
@@ -1525,8 +1543,8 @@ RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 SFT_BATCH_SIZE = 256  # demonstrations per step
 DEFAULTS = {  # without --model, with --model
-    "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (120, 0), "sft_lr": (1.3e-3, 1e-5),
-    "actor_lr": (2.5e-4, 1e-6), "critic_lr": (6e-4, 1e-5), "adam_beta1": (0.5, 0.9), "kl_coef": (0.05, 0.01),
+    "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (60, 0), "sft_lr": (1.3e-3, 1e-5),
+    "actor_lr": (5e-4, 1e-6), "critic_lr": (1e-3, 1e-5), "adam_beta1": (0.5, 0.9), "kl_coef": (0.02, 0.01),
 }
 AT_MOST_1 = "gamma gae_lambda lr_end ref_sync_alpha clip_low".split()
 MAY_BE_0 = """seed sft_steps sft_lr actor_lr critic_lr adam_beta1 lr_end gamma gae_lambda kl_coef rollout_is_cap
@@ -1654,20 +1672,19 @@ def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, Ranks, Ranks, torch.dtype]
 def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: int) -> list[Tensor]:
     """This rank's microbatches of rows `samples` [n], equally many on every rank (some may be empty). All on the CPU.
 
-    Longest first, dealt out to the ranks in turn, 0 1 2 2 1 0 0 1 ... A microbatch is full when rows x longest would
-    exceed the budget, or padding a sixteenth of it; a row that is longer is alone.
+    Longest first, so that attention pads little. A microbatch has up to `token_budget` tokens; a longer row is alone.
     """
-    order, parts = samples[lengths[samples].argsort(descending=True, stable=True)], []
-    while len(order):
-        sizes, rows = lengths[order], torch.arange(1, len(order) + 1)  # what if the first 1, 2, ... are taken?
-        area = sizes[0] * (rows / ranks.size).ceil()  # rows x longest of the first rank
-        padding = sizes[0] * rows - sizes.cumsum(0)  # of all ranks
-        fits = (area <= token_budget) & (padding <= token_budget * ranks.size // 16)
-        n = max(ranks.size, int(fits.sum()))
-        turn = (rows[:n] - 1) % (2 * ranks.size)
-        parts.append(order[:n][torch.minimum(turn, 2 * ranks.size - 1 - turn) == ranks.index])
-        order = order[n:]
-    return parts
+    order = samples[lengths[samples].argsort(descending=True, stable=True)]
+    parts, tokens = [], token_budget
+    for turn, longest in zip(order.split(ranks.size), lengths[order][:: ranks.size].tolist()):  # a row for each rank
+        if tokens + longest > token_budget:
+            parts.append([])
+            tokens = 0
+        tokens += longest  # at most, on any rank
+        if len(parts[-1]) % 2:
+            turn = turn.flip(0)  # 0 1 2 2 1 0 0 1 ... keeps ranks in balance
+        parts[-1].append(turn[ranks.index : ranks.index + 1])
+    return [torch.cat(part) for part in parts]
 
 
 def on_meta(config: ModelConfig, head: str = "lm") -> Transformer:
@@ -1810,7 +1827,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: A
         batch = Experience.from_rollout(collect(episodes, tokenizer, {}), actors.device)
         n_tokens, parts = int(batch.cpu_counts.sum()), []
         for rows in microbatches(torch.arange(len(batch)), batch.cpu_lengths, actors, args.micro_batch_tokens):
-            loss = -sampled_logprobs(actor, batch[rows], 1.0)[0].sum() / n_tokens
+            loss = -sampled_logprobs(actor, batch.microbatch(rows), 1.0)[0].sum() / n_tokens
             loss.backward()
             parts.append({"loss": loss})
         step = read_step(parts, nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm), n_tokens, actors)

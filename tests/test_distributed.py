@@ -219,9 +219,7 @@ def test_ranks_get_as_many_microbatches_of_nearly_the_same_tokens(ppo, ranks, bu
         tokens = [[int(lengths[part].sum()) for part in share] for share in shares]
         slowest = sum(map(max, zip(*tokens, strict=True)))  # FSDP waits for it at each microbatch
         assert n < 256 or slowest <= bound * sum(map(sum, tokens)) / ranks
-        assert all(len(part) * int(lengths[part].max()) <= budget for part in parts if len(part) > 1)
-        for rows in map(torch.cat, zip(*shares, strict=True)):  # little padding, in the microbatch of all ranks
-            assert len(rows) <= ranks or sum(lengths[rows].max() - lengths[rows]) <= budget * ranks / 16
+        assert all(int(lengths[part].sum()) <= budget for part in parts if len(part) > 1)
 
 
 @pytest.mark.slow

@@ -217,56 +217,58 @@ def tiny_experience(ppo):
     return dataclasses.replace(ppo.Experience.from_rollout(batch, torch.device("cpu")), old_logprobs=x + 0.1 * mask)
 
 
-def same_experience(a, b):
-    pairs = zip(vars(a).values(), vars(b).values(), strict=True)
-    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs)
-
-
-def test_an_experience_is_cropped_by_indexing_and_padded_by_cat(ppo):
+def test_a_microbatch_holds_the_tokens_of_its_samples_and_no_padding(ppo):
     e = tiny_experience(ppo)
-    part = e[torch.tensor([2, 0])]
-    assert len(e) == 5 and len(part) == 2 and part.tokens.shape == part.old_logprobs.shape == (2, 7)
-    assert torch.equal(part.tokens, e.tokens[[2, 0], :7]) and torch.equal(part.old_logprobs, e.old_logprobs[[2, 0], :7])
-    assert part.lengths.tolist() == part.cpu_lengths.tolist() == [7, 4] and part.truncated.tolist() == [True, False]
-    assert part.cpu_counts.tolist() == e.mask[[2, 0]].sum(1).tolist() and part.values is None
-    assert same_experience(e[2:4], e[torch.tensor([2, 3])])
-    assert e[2:4].tokens.data_ptr() == e.tokens[2].data_ptr()  # a slice copies nothing
-    both = ppo.concatenate([part, e])
-    assert both.tokens.shape == (7, 12) and same_experience(both[:2], part) and same_experience(both[2:], e)
-    assert not both.tokens[0, 7:].any() and not both.mask[0, 7:].any()
+    mb = e.microbatch(torch.tensor([2, 0]))
+    assert len(e) == 5 and torch.equal(mb.tokens, torch.cat((e.tokens[2, :7], e.tokens[0, :4])))
+    assert torch.equal(mb.old_logprobs, torch.cat((e.old_logprobs[2, :7], e.old_logprobs[0, :4])))
+    assert mb.positions.tolist() == [*range(7), *range(4)] and mb.n_sampled == mb.mask.sum()
+    assert mb.stored.tolist() == [*range(24, 31), *range(4)] and mb.layout[0].tolist() == [*range(11)]
+    x = torch.randn(11, 2, 3)
+    padded = ppo.pad(x, *mb.layout)
+    assert padded.shape == (2, 7, 2, 3) and torch.equal(padded.flatten(0, 1)[:11], x) and not padded[1, 4:].any()
+    both = ppo.concatenate([dataclasses.replace(e), e])
+    assert len(both) == 10 and torch.equal(both.tokens[5:], e.tokens)
 
 
-def test_an_empty_selection_is_one_blank_row_that_trains_nothing(ppo):
-    blank, model, critic = tiny_experience(ppo)[torch.arange(0)], tiny_model(ppo), tiny_model(ppo, "scalar")
-    assert blank.tokens.shape == (1, 2) and blank.lengths.shape == (1,) and not blank.mask.any()
+def test_a_rank_without_samples_computes_a_token_that_trains_nothing(ppo):
+    blank, model, critic = tiny_experience(ppo).microbatch(torch.arange(0)), tiny_model(ppo), tiny_model(ppo, "scalar")
+    assert blank.tokens.shape == (1,) and not blank.mask.any()
     logprobs, entropy = ppo.sampled_logprobs(model, blank, 1.0)
     (logprobs.sum() + entropy.sum() + ppo.sampled_values(critic, blank).sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in [*model.parameters(), *critic.parameters()])
-    assert ppo.last_values(critic, blank).shape == (1, 2)
+    assert ppo.next_values(critic, blank).shape == (1,)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @torch.no_grad()
 def test_the_output_one_earlier_predicts_a_sampled_token_and_values_its_state(ppo, temperature):
     model, critic, e = tiny_model(ppo), tiny_model(ppo, "scalar"), tiny_experience(ppo)
-    logprobs, entropy = ppo.sampled_logprobs(model, e, temperature)
-    values, outputs = ppo.sampled_values(critic, e), ppo.last_values(critic, e)
+    args, ranks = ppo.Args(micro_batch_tokens=20), types.SimpleNamespace(index=0, size=1)
+    run = lambda model, function: ppo.forward_all(model, e, function, ranks, args)  # [5, 12]
+    logprobs = run(model, lambda model, mb: ppo.sampled_logprobs(model, mb, temperature)[0])
+    entropy = run(model, lambda model, mb: ppo.sampled_logprobs(model, mb, temperature)[1])
+    values, outputs = run(critic, ppo.sampled_values), run(critic, ppo.next_values)
     policy, states = torch.distributions.Categorical(logits=model(e.tokens) / temperature), critic(e.tokens)
     for b, t in e.mask.nonzero().tolist():
         close(logprobs[b, t], policy.logits[b, t - 1, e.tokens[b, t]], 1e-5)
         close(entropy[b, t], policy.entropy()[b, t - 1], 1e-5)
         close(values[b, t], states[b, t - 1], 1e-5)
     assert not logprobs[~e.mask].any() and not entropy[~e.mask].any() and not values[~e.mask].any()
-    rows, last = torch.arange(5), e.lengths - 1
-    close(outputs[rows, last], states[rows, last], 1e-5)
-    assert outputs.count_nonzero() == 5
+    real = torch.arange(12) < e.lengths[:, None]
+    close(outputs, states * real, 1e-5)
+
+
+def changed(e, function):
+    return dataclasses.replace(e, **{name: function(x) for name, x in vars(e).items() if x is not None})
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_gradients_do_not_depend_on_microbatches_padding_order_or_garbage(ppo, head):
     model, e = tiny_model(ppo, head), tiny_experience(ppo)
     new = {"lm": lambda mb: ppo.sampled_logprobs(model, mb, 0.8)[0], "scalar": lambda mb: ppo.sampled_values(model, mb)}
-    old = (new[head](e) + 0.1 * torch.randn(5, 12)).detach()
+    old = ppo.forward_all(model, e, lambda _, mb: new[head](mb), types.SimpleNamespace(index=0, size=1), ppo.Args())
+    old = old + 0.1 * torch.randn(5, 12)
     e = dataclasses.replace(e, old_logprobs=old, values=old, advantages=torch.randn(5, 12), returns=torch.randn(5, 12))
 
     def gradient(e, budget):
@@ -289,8 +291,9 @@ def test_gradients_do_not_depend_on_microbatches_padding_order_or_garbage(ppo, h
     garbage["returns"] = torch.where(e.mask, e.returns, 1e30)
     garbage["tokens"] = torch.where(torch.arange(12) < e.lengths[:, None], e.tokens, torch.randint(19, (5, 12)))
     for other, budget, microbatches in [
-        (e, 1, 5), (e, 24, 2), (e[torch.randperm(5)], 10**6, 1), (dataclasses.replace(e, **garbage), 10**6, 1),
-        (e.map(lambda x: F.pad(x, (0, 9)) if x.ndim == 2 else x), 10**6, 1),
+        (e, 1, 5), (e, 20, 2), (changed(e, lambda x: x[torch.tensor([3, 0, 4, 1, 2])]), 10**6, 1),
+        (dataclasses.replace(e, **garbage), 10**6, 1),
+        (changed(e, lambda x: F.pad(x, (0, 9)) if x.ndim == 2 else x), 10**6, 1),
     ]:  # fmt: skip
         result, count = gradient(other, budget)
         assert count >= microbatches
@@ -309,7 +312,7 @@ def test_update_steps_follow_the_formula(ppo):
 
 
 def test_defaults_fill_what_was_not_given(ppo):
-    embedded, with_model = [16, 8, 120, 1.3e-3, 2.5e-4, 6e-4, 0.5, 0.05], [512, 256, 0, 1e-5, 1e-6, 1e-5, 0.9, 0.01]
+    embedded, with_model = [16, 8, 60, 1.3e-3, 5e-4, 1e-3, 0.5, 0.02], [512, 256, 0, 1e-5, 1e-6, 1e-5, 0.9, 0.01]
     for args, expected in ((ppo.Args(), embedded), (ppo.Args(model="folder"), with_model)):
         ppo.validate(args)
         assert [getattr(args, name) for name in ppo.DEFAULTS] == expected

@@ -160,11 +160,12 @@ def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_ite
 
 
 def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo, run):
-    experience = ppo.Experience(**vars(run().experiences[0]) | {"scores": torch.arange(8)})  # to tell rows apart
+    experience = run().experiences[0]
+    T = experience.tokens.shape[1]
     ranks, args, orders = ppo.Ranks(range(1), torch.device("cpu")), ppo.Args(train_batch_size=4), set()
     for iteration, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
         parts = [part for _, part in ppo.shuffled_minibatches(experience, ranks, args, iteration, epoch)]
-        order = [frozenset(int(x) for mb in part for x in mb.scores) for part in parts]
+        order = [frozenset(int(x) // T for mb in part for x in mb.stored) for part in parts]
         assert [len(rows) for rows in order] == [4, 4] and order[0] | order[1] == set(range(8))
         orders.add(tuple(order))
     assert len(orders) == 4
@@ -388,7 +389,7 @@ def test_run_folder_holds_what_it_should(ppo, tmp_path):
     for when in ("eval_before", "eval_after"):
         assert set(summary[when]) == {"accuracy", "greedy_accuracy", "reward", "response_tokens"}
     args = json.loads((folder / "config.json").read_text())["args"]
-    assert args["critic_lr"] == 6e-4 and args["rollout_batch_size"] == 12  # with what None has become
+    assert args["critic_lr"] == 1e-3 and args["rollout_batch_size"] == 12  # with what None has become
     completions = lines(folder, "completions")
     assert len(completions) == 2 * 4 and completions[0]["prompt"] == seen.batches[0].prompts[0]
     assert set(completions[0]) == {"step", "prompt", "response", "reward", "stop", "n_tokens", "kl"}
