@@ -93,7 +93,7 @@ class Args:
     env_kwargs: str = "{}"  # its arguments, a JSON object
     env_timeout: float = 60.0  # seconds it may take to answer
 
-    num_iterations: int = 300  # rollouts, each with its updates
+    num_iterations: int = 270  # rollouts, each with its updates
     rollout_batch_size: int = 256  # prompts per iteration
     n_samples_per_prompt: int = 1
     rollout_slots: int = 512  # samples decoded at once on each rank
@@ -1674,17 +1674,19 @@ def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: i
 
     Longest first, so that attention pads little. A microbatch has up to `token_budget` tokens; a longer row is alone.
     """
-    order = samples[lengths[samples].argsort(descending=True, stable=True)]
+    lengths = lengths.tolist()
+    order = sorted(samples.tolist(), key=lengths.__getitem__, reverse=True)
     parts, tokens = [], token_budget
-    for turn, longest in zip(order.split(ranks.size), lengths[order][:: ranks.size].tolist()):  # a row for each rank
-        if tokens + longest > token_budget:
+    for start in range(0, len(order), ranks.size):
+        turn = order[start : start + ranks.size]  # a row for each rank
+        if tokens + lengths[turn[0]] > token_budget:
             parts.append([])
             tokens = 0
-        tokens += longest  # at most, on any rank
-        if len(parts[-1]) % 2:
-            turn = turn.flip(0)  # 0 1 2 2 1 0 0 1 ... keeps ranks in balance
-        parts[-1].append(turn[ranks.index : ranks.index + 1])
-    return [torch.cat(part) for part in parts]
+        tokens += lengths[turn[0]]  # at most, on any rank
+        if start // ranks.size % 2:
+            turn.reverse()  # 0 1 2 2 1 0 0 1 ... keeps ranks in balance
+        parts[-1] += turn[ranks.index : ranks.index + 1]
+    return [torch.tensor(part, dtype=torch.int64) for part in parts]
 
 
 def on_meta(config: ModelConfig, head: str = "lm") -> Transformer:

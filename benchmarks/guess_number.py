@@ -1,8 +1,6 @@
 """A task of several turns: guess a number from 0 to 7. The environment answers "<" or ">"; a wrong guess costs 0.2.
 
-    flags="--max-new-tokens 24 --sft-steps 100 --num-iterations 120 --rollout-batch-size 512 --train-batch-size 128"
-    flags="$flags --ppo-epochs 4 --actor-lr 3e-4 --critic-lr 5e-4 --adam-beta1 0.9 --kl-coef 0"
-    PYTHONPATH=benchmarks python ppo_llm.py --env-id guess_number:GuessNumber-v0 $flags
+    PYTHONPATH=benchmarks python ppo_llm.py --env-id guess_number:GuessNumber-v0 --max-new-tokens 24
     python benchmarks/guess_number.py runs/a runs/b ...     # of such runs: a table, and benchmarks/guess_number.png
 
 Binary search is the best possible: 2.625 guesses on average (one number is found at the first, two at the second, four

@@ -1,10 +1,8 @@
 """Partial credit: continue a sequence of digits, as "258:" -> "14703" (steps of 3, modulo 10).
 
     export PYTHONPATH=benchmarks
-    flags="--sft-steps 0 --num-iterations 150 --rollout-batch-size 512 --kl-coef 0 --max-new-tokens 7"
-    flags="$flags --train-batch-size 128 --ppo-epochs 4 --actor-lr 5e-4 --critic-lr 5e-4 --adam-beta1 0.9"
-    python ppo_llm.py --env-id sequences:Dense-v0 $flags --gamma 0.5   # for each right character, where it stands
-    python ppo_llm.py --env-id sequences:AtEnd-v0 $flags               # the same sum, on the last token
+    python ppo_llm.py --env-id sequences:Dense-v0 --max-new-tokens 7 --gamma 0.5  # each right character, where it stands
+    python ppo_llm.py --env-id sequences:AtEnd-v0 --max-new-tokens 7              # the same sum, on the last token
     python benchmarks/sequences.py dense=runs/a dense=runs/b end=runs/c ...    # draws benchmarks/sequences.png
 """
 

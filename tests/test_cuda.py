@@ -93,3 +93,25 @@ def test_compiled_code_has_no_graph_breaks_and_few_graphs(ppo, tmp_path):
         dist.destroy_process_group()
     assert not counters["graph_break"]
     assert 0 < counters["stats"]["unique_graphs"] <= 12
+
+
+def test_training_forwards_of_many_shapes_share_few_graphs(ppo):
+    """Microbatches of 1 to 40 samples, of one sample, of a rank without samples; without padding and with."""
+    counters, compile_block = torch._dynamo.utils.counters, torch.nn.Module.compile
+    torch._dynamo.reset()
+    counters.clear()
+    config = ppo.ModelConfig.from_hf(dict(
+        model_type="qwen2", vocab_size=19, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2))  # fmt: skip
+    actor = ppo.Transformer(config)
+    for block in actor.model.layers:
+        compile_block(block, dynamic=True, backend="eager")
+    for rows in [1, 0, *range(2, 40, 2), 1]:
+        lengths = torch.randint(2, 30, (40,)) if rows % 3 else torch.full((40,), 9)
+        mask = (torch.arange(30) > 0) & (torch.arange(30) < lengths[:, None])
+        zeros = torch.zeros(40, 30)
+        batch = ppo.Rollout(zeros.long(), mask, zeros, zeros, lengths, ["eos"] * 40, [], {}, [], [])
+        experience = ppo.Experience.from_rollout(batch, torch.device("cpu"))
+        ppo.sampled_logprobs(actor, experience.microbatch(torch.arange(rows)), 1.0)[0].sum().backward()
+    assert not counters["graph_break"]
+    assert 0 < counters["stats"]["unique_graphs"] <= 6
