@@ -4,7 +4,7 @@ A language model (the actor) answers prompts, a text environment rewards the ans
 (https://arxiv.org/abs/1707.06347) makes rewarded tokens more likely. A second transformer (the critic) predicts the
 reward still to come, and a frozen copy of the actor (the reference) limits how far it drifts.
 
-    python ppo_llm.py             # a tiny model learns to sort digits, on the CPU, in a minute or two
+    python ppo_llm.py             # a tiny model learns to sort digits, on the CPU, in about two minutes
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
         --eval-env-kwargs '{"path": "test.jsonl"}'
     torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # models sharded over eight GPUs
@@ -327,7 +327,7 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
     step = compiled_decode_step if args.compile == "on" else decode_step
     K = 8 if weight.is_cuda else 1  # decode steps between host syncs
     episodes, steps = [], 0
-    bar = progress("rollout, samples" if iteration >= 0 else "evaluation, samples", total=N)
+    bar = progress(desc="rollout, samples" if iteration >= 0 else "evaluation, samples", total=N)
     for start in range(0, N, B):
         samples = range(start, min(start + B, N))
         wave = [Episode(env, f"sample {sample_ids[i]}, seed {seeds[i]}") for i, env in zip(samples, envs)]
@@ -473,7 +473,6 @@ class Experience:
     mask: Tensor  # [N, T] bool: sampled by the actor
     logprobs: Tensor  # [N, T] of the sampler
     rewards: Tensor  # [N, T]
-    lengths: Tensor  # [N]
     truncated: Tensor  # [N] bool
     cpu_lengths: Tensor  # [N] on the CPU: shapes without a host sync
     cpu_counts: Tensor  # [N] sampled tokens, on the CPU
@@ -489,7 +488,7 @@ class Experience:
     def from_rollout(cls, batch: Rollout, device: torch.device) -> Experience:
         truncated = torch.tensor([stop != "eos" for stop in batch.stop])
         # FORK: which tokens train: batch.mask. A reward outside of it is lost.
-        tensors = (batch.tokens, batch.mask, batch.logprobs, batch.rewards, batch.lengths, truncated)
+        tensors = (batch.tokens, batch.mask, batch.logprobs, batch.rewards, truncated)
         return cls(*(x.to(device) for x in tensors), cpu_lengths=batch.lengths, cpu_counts=batch.mask.sum(1))
 
     def __len__(self) -> int:
@@ -497,9 +496,8 @@ class Experience:
 
     def microbatch(self, rows: Tensor) -> Microbatch:
         """The samples `rows` [B], indices on the CPU."""
-        n_sampled = int(self.cpu_counts[rows].sum())
-        lengths = self.cpu_lengths[rows]
-        if len(rows) == 0:  # FSDP's calls are collective: a rank without rows computes a prompt's first token
+        n_sampled, lengths = int(self.cpu_counts[rows].sum()), self.cpu_lengths[rows]
+        if len(rows) == 0:  # FSDP's calls are collective: a rank without samples computes one token of a prompt
             rows, lengths = torch.tensor([0]), torch.tensor([1])
         B, T = len(rows), int(lengths.max())
         row, position = (torch.arange(T) < lengths[:, None]).nonzero().T  # [n] each
@@ -510,16 +508,11 @@ class Experience:
 
 
 class Microbatch(types.SimpleNamespace):
-    """The n tokens of some samples, one sample after the other, without padding.
+    """The n tokens of B samples, one sample after the other, without padding.
 
-    `tokens`, `mask`, `values`, ... [n] as in Experience; `positions` [n] in the sample; `layout`, their places in [B, T]
-    for attention, B, T; `stored` [n], indices into N * T of the experience; `n_sampled`, the sum of mask, on the host.
+    `tokens`, `mask`, `values`, ... [n]: as in Experience. `positions` [n]: in the sample. `layout`: for attention, see
+    `pad`. `stored` [n]: indices into N * T of the experience. `n_sampled`: the sum of mask, on the host.
     """
-
-
-def upload(x: Tensor, device: torch.device) -> Tensor:
-    """From the CPU to `device`, through pinned memory: otherwise the host would wait."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def sampled_and_predictor(mb: Microbatch) -> tuple[Tensor, Tensor]:
@@ -527,7 +520,7 @@ def sampled_and_predictor(mb: Microbatch) -> tuple[Tensor, Tensor]:
 
     Training shifts by one here and nowhere else: the output at t - 1 predicts token t, and values the state before it.
         tokens [a b C D a E]   mask [0 0 1 1 0 1]   ->   sampled [2 3 5], predictor [1 2 4]
-    The first token of a sample is its prompt's: a predictor is always of the same sample.
+    A sample starts with a prompt token, so predictors never cross samples.
     """
     sampled = torch.nonzero_static(mb.mask, size=mb.n_sampled)[:, 0]  # nonzero() would wait for the device
     return sampled, sampled - 1
@@ -559,13 +552,13 @@ def next_values(critic: Transformer, mb: Microbatch) -> Tensor:
 
 @torch.no_grad()
 def forward_all(model: Transformer | None, experience, function, ranks: Ranks, args: Args, some=slice(None)) -> Tensor:
-    """`function(model, microbatch)` [N, T] for this rank's share of (some) samples; 0 elsewhere, or without a model."""
+    """`function(model, microbatch)` [N, T] for this rank's share of `some` samples, 0 elsewhere or without a model."""
     out = torch.zeros(experience.tokens.shape, device=experience.tokens.device)
     if model is None:
         return out
     samples = torch.arange(len(experience))[some]
     parts = microbatches(samples, experience.cpu_lengths, ranks, args.micro_batch_tokens)
-    for rows in progress("scoring, microbatches", parts):
+    for rows in progress(parts, "scoring, microbatches"):
         mb = experience.microbatch(rows)
         result = function(model, mb)  # [n]
         if len(rows):
@@ -574,11 +567,11 @@ def forward_all(model: Transformer | None, experience, function, ranks: Ranks, a
 
 
 def shuffled_minibatches(experience: Experience, ranks: Ranks, args: Args, iteration: int, epoch: int):
-    """Yields (sampled tokens, this rank's microbatches). The order is a function of (seed, iteration, epoch)."""
+    """Yields (sampled tokens, this rank's microbatches). The order depends on (seed, iteration, epoch) alone."""
     generator = torch.Generator().manual_seed(((args.seed * 1_000_003 + iteration) * 1_000_003 + epoch) % 2**63)
     # FORK: which samples make a minibatch.
     minibatches = torch.randperm(len(experience), generator=generator).split(args.train_batch_size)
-    for rows in progress(f"epoch {epoch + 1}, minibatches", minibatches):
+    for rows in progress(minibatches, f"epoch {epoch + 1}, minibatches"):
         n_tokens = int(experience.cpu_counts[rows].sum())
         parts = microbatches(rows, experience.cpu_lengths, ranks, args.micro_batch_tokens)
         if n_tokens > 0:  # else there is nothing to learn
@@ -617,7 +610,7 @@ def train(args: Args) -> dict:
 
 
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
-    # --- Ranks, environments, models (None on ranks that do not hold them), run folder
+    # --- Ranks, environments, models (None where a rank holds none), run folder
     plan = validate(args, WORLD_SIZE)
     world, trainers, actors, critics, players, dtype = connect(args)
     device, N = world.device, plan.samples_per_iteration
@@ -657,13 +650,12 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 
     # With --rollout-ranks these sample for iteration i + 1 while the trainers update on iteration i. The policy that
     # sampled is then one iteration old; importance weights pi_old / pi_sampler correct for it, as in decoupled PPO
-    # (https://arxiv.org/abs/2110.00641, https://arxiv.org/abs/2505.24298). With --no-recompute-old-logprobs the sampler
-    # is the old policy, and PPO clips around it.
+    # (https://arxiv.org/abs/2110.00641). With --no-recompute-old-logprobs the sampler is the old policy.
     while state.iteration < args.num_iterations and not interrupt:
         iteration = state.iteration
         clock = [time.time()]  # ends of phases, as the host sees them
 
-        # --- Rollout: every rank plays some of the episodes (with --rollout-ranks these alone) and gets all of them
+        # --- Rollout: every rank (with --rollout-ranks these alone) plays some episodes and gets all of them
         age = int(state.ahead is not None)  # of the sampler's weights, in iterations
         batch = state.ahead or sample_iteration()
         state.ahead = None
@@ -683,7 +675,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         values = forward_all(critic, experience, sampled_values, critics, args)
         bootstrap = forward_all(critic if args.bootstrap_truncated else None, experience, next_values, critics, args)
         for x in (old_logprobs, ref_logprobs, values, bootstrap):
-            trainers.sum(x)  # in place; each rank has computed some of the rows, the others are 0
+            trainers.sum(x)  # in place; each rank has computed some rows, the others are 0
         if not args.recompute_old_logprobs:
             old_logprobs = experience.logprobs
         if args.kl_coef == 0:
@@ -691,7 +683,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 
         # --- Rewards [N, T]: of turns and dense ones, missing-EOS penalty on the last token, KL on every token
         rewards = experience.rewards.clone()
-        samples, last = torch.arange(N, device=device), experience.lengths - 1  # [N]
+        samples, last = torch.arange(N, device=device), upload(batch.lengths - 1, device)  # [N]
         no_eos = (experience.tokens[samples, last][:, None] != stop_ids).all(dim=-1)  # [N]
         rewards[samples, last] -= args.missing_eos_penalty * no_eos
         # FORK: reward shaping.
@@ -771,7 +763,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             for target, source in zip(reference.parameters(), actor.parameters()):
                 target.detach().lerp_(source.detach(), args.ref_sync_alpha)
 
-        # --- Hand over, diagnosis, logging, saving
+        # --- Hand over, diagnose, log, save
         actor_steps = trainers.gather(actor_steps)[0]  # the first rank always trains the actor,
         critic_steps = trainers.gather(critic_steps)[-1]  # the last trainer the critic
         state.advance(args, actor_steps, critic_steps)
@@ -800,16 +792,6 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         raise SystemExit(128 + interrupt)
     run.print_results("after", evaluate(play, eval_envs, args, state.iteration))
     return run.summary
-
-
-def main() -> None:
-    try:
-        train(tyro.cli(Args, console_outputs=RANK == 0))
-    except UserError as error:
-        if RANK > 0:
-            time.sleep(5)  # let rank 0 report first, then torchrun ends the others
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 # ########################################## Part II: what PPO stands on ###########################################
@@ -1219,10 +1201,9 @@ def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTok
 
 
 class SortDigits(gym.Env):
-    """Prompt "52814=", right answer "12458", reward the share of digits in their right place, if there are as many.
+    """Prompt "52814=", right answer "12458", reward the share of digits in their place, 0 if their number is wrong.
 
-    The demonstration has the digits in random order: it teaches what an answer looks like, only the reward teaches to
-    sort. A tenth of the prompts, by their CRC, is the held-out test split.
+    Demonstrations are in random order: only the reward teaches to sort. A tenth of the prompts, by CRC, are for tests.
     """
 
     def __init__(self, split: Literal["train", "test"] = "train", digits: int = 5):
@@ -1238,9 +1219,8 @@ class SortDigits(gym.Env):
         return f"{text}=", {"demonstration": "".join(rng.sample(text, len(text)))}
 
     def step(self, response):
-        right = sum(a == b for a, b in zip(response, self.answer))
-        reward = right / self.digits if len(response) == self.digits else 0.0
-        return "", reward, True, False, {"success": response == self.answer}
+        right = sum(a == b for a, b in zip(response, self.answer)) if len(response) == self.digits else 0
+        return "", right / self.digits, True, False, {"success": response == self.answer}
 
 
 def parse_number(text: str) -> float | None:
@@ -1378,7 +1358,6 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
         ("empty_mask", s.tokens == 0, "look at --max-new-tokens, eos, mask"),
         ("advantage_zero", s.adv_raw_std < 1e-6, "constant reward, a critic that fits it, or rewards outside the mask"),
         ("no_grad_to_actor", s.grad_norm == 0, "detached log-probs or frozen parameters"),
-        ("lr_zero", s.lr == 0, "see --actor-lr, --lr-end"),
         ("optimizer_noop", s.changed_frac == 0 and s.lr > 1e-10, "the optimizer holds other parameters than the model"),
         ("old_logprob_recomputed", s.steps > 1 and moved, "record old_logprobs once, before the first update"),
         underflow,
@@ -1438,6 +1417,8 @@ def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, a
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 SFT_BATCH_SIZE = 256  # demonstrations per step
+# A bar for what takes over a second, on rank 0 and on a terminal (disable=None) alone.
+progress = functools.partial(tqdm, leave=False, delay=1.0, disable=True if RANK else None)
 DEFAULTS = {  # without --model, with --model
     "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (60, 0), "sft_lr": (1.3e-3, 1e-5),
     "actor_lr": (5e-4, 1e-6), "critic_lr": (1e-3, 1e-5), "adam_beta1": (0.5, 0.9), "kl_coef": (0.02, 0.01),
@@ -1469,12 +1450,6 @@ def print0(text: str) -> None:
     """Print on rank 0."""
     if RANK == 0:
         print(text, flush=True)
-
-
-def progress(what: str, items=None, total: int | None = None) -> tqdm:
-    """A progress bar over `items`, or of `total` updates, for what takes over a second; on rank 0's terminal alone."""
-    silent = None if RANK == 0 else True  # None: only where stderr is no terminal
-    return tqdm(items, what, total, leave=False, disable=silent, delay=1.0, dynamic_ncols=True)
 
 
 def validate(args: Args, world_size: int = 1) -> Plan:
@@ -1566,15 +1541,15 @@ def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, Ranks, Ranks, torch.dtype]
 
 
 def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: int) -> list[Tensor]:
-    """This rank's microbatches of rows `samples` [n], equally many on every rank (some may be empty). All on the CPU.
+    """This rank's microbatches of `samples` [n], equally many on every rank (some may be empty). All on the CPU.
 
-    Longest first, so that attention pads little. A microbatch has up to `token_budget` tokens; a longer row is alone.
+    Longest first, so that attention pads little. A microbatch has up to `token_budget` tokens, or is one longer sample.
     """
     lengths = lengths.tolist()
     order = sorted(samples.tolist(), key=lengths.__getitem__, reverse=True)
     parts, tokens = [], token_budget
     for start in range(0, len(order), ranks.size):
-        turn = order[start : start + ranks.size]  # a row for each rank
+        turn = order[start : start + ranks.size]  # a sample for each rank
         if tokens + lengths[turn[0]] > token_budget:
             parts.append([])
             tokens = 0
@@ -1583,6 +1558,11 @@ def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: i
             turn.reverse()  # 0 1 2 2 1 0 0 1 ... keeps ranks in balance
         parts[-1] += turn[ranks.index : ranks.index + 1]
     return [torch.tensor(part, dtype=torch.int64) for part in parts]
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """From the CPU to `device`, through pinned memory: otherwise the host would wait."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 def on_meta(config: ModelConfig, head: str = "lm") -> Transformer:
@@ -1713,7 +1693,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: A
     if args.sft_steps == 0 or "demonstration" not in reset(env, 0, args)[1]:
         return print0("warm start: none")
     optimizer = make_optimizer(actor, args)
-    for i in progress("warm start, steps", range(args.sft_steps)):
+    for i in progress(range(args.sft_steps), "warm start, steps"):
         episodes = []
         for seed in range(i * SFT_BATCH_SIZE, (i + 1) * SFT_BATCH_SIZE):
             prompt, info = reset(env, seed, args)
@@ -1956,7 +1936,7 @@ def save_checkpoint(run: RunFolder, trained: dict, state: TrainState, args: Args
         if RANK == 0:
             shutil.rmtree(partial, ignore_errors=True)
         trainers.gather(None)  # wait for rank 0
-        for name, (model, optimizer, ranks) in progress("saving, models", trained.items()):
+        for name, (model, optimizer, ranks) in progress(trained.items(), "saving, models"):
             for kind, tensors in checkpoint_tensors(model, optimizer).items():
                 writer = dcp.HuggingFaceStorageWriter(str(partial / name / kind), save_distributed=True)
                 dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
@@ -1968,13 +1948,9 @@ def save_checkpoint(run: RunFolder, trained: dict, state: TrainState, args: Args
         plain = lambda x: x.tolist() if isinstance(x, Tensor) else vars(x)  # of state.ahead
         (partial / "state.json").write_text(json.dumps({"state": vars(state), "files": files}, default=plain))
         partial.rename(path)
-        for old in checkpoints_in(run.path)[args.keep_checkpoints :]:
+        for old in sorted(run.path.glob("checkpoints/iter_*"), reverse=True)[args.keep_checkpoints :]:
             shutil.rmtree(old)
     print0(f"saved {path}")
-
-
-def checkpoints_in(run: Path) -> list[Path]:
-    return sorted(run.glob("checkpoints/iter_*"), reverse=True)  # newest first
 
 
 def checkpoints_to_resume(args: Args) -> list[Path]:
@@ -1982,7 +1958,7 @@ def checkpoints_to_resume(args: Args) -> list[Path]:
     if args.resume is None:
         return []
     folder = Path(args.log_dir, args.run_name) if args.resume == "auto" else Path(args.resume)
-    found = [folder] if (folder / "state.json").is_file() else checkpoints_in(folder)
+    found = [folder] if (folder / "state.json").is_file() else sorted(folder.glob("checkpoints/iter_*"), reverse=True)
     if not found and args.resume != "auto":
         raise UserError(f"--resume {args.resume}: no checkpoint there")
     return found
@@ -1990,15 +1966,15 @@ def checkpoints_to_resume(args: Args) -> list[Path]:
 
 def resume(args: Args, trained: dict) -> TrainState:
     """Read the newest checkpoint into models and optimizers. Raises UserError that names it and the one before."""
-    found = checkpoints_to_resume(args)
-    if not found:
+    path, before = [*checkpoints_to_resume(args), None, None][:2]
+    if path is None:
         return TrainState()
     try:
-        state = load_checkpoint(found[0], trained)
+        state = load_checkpoint(path, trained)
     except Exception as error:
-        before = f"; the one before is {found[1]}, remove the damaged one to resume from it" if found[1:] else ""
-        raise UserError(f"{found[0]} is damaged or of another model: {error!s:.500}{before}") from error
-    print0(f"resuming from {found[0]}, after {state.iteration} iterations")
+        advice = f"; the one before is {before}, remove the damaged one to resume from it" if before else ""
+        raise UserError(f"{path} is damaged or of another model: {error!s:.500}{advice}") from error
+    print0(f"resuming from {path}, after {state.iteration} iterations")
     return state
 
 
@@ -2019,6 +1995,16 @@ def load_checkpoint(path: Path, trained: dict) -> TrainState:
         tensors = {f.name: torch.tensor(state.ahead[f.name]) for f in dataclasses.fields(Rollout) if f.type == "Tensor"}
         state.ahead = Rollout(**state.ahead | tensors)
     return state
+
+
+def main() -> None:
+    try:
+        train(tyro.cli(Args, console_outputs=RANK == 0))
+    except UserError as error:
+        if RANK > 0:
+            time.sleep(5)  # let rank 0 report first, then torchrun ends the others
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

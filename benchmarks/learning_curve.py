@@ -87,12 +87,12 @@ def draw(curves: dict[str, list[dict]]) -> None:
 def main():
     torch.set_num_threads(1)
     RESULTS.parent.mkdir(exist_ok=True)
-    curves = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for seed in [] if "plot" in sys.argv else sys.argv[1:] or ["1", "2", "3", "4", "5"]:
-        curves[seed] = train(int(seed))
-        RESULTS.write_text(json.dumps(curves))
-        print(seed, [(point["samples"], point["sampled"], point["greedy"]) for point in curves[seed]], flush=True)
-    draw(dict(sorted(curves.items())))
+        points = train(int(seed))
+        curves = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        RESULTS.write_text(json.dumps(curves | {seed: points}))
+        print(seed, [(point["samples"], point["sampled"], point["greedy"]) for point in points], flush=True)
+    draw(dict(sorted(json.loads(RESULTS.read_text()).items())))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Partial credit: continue a sequence of digits, as "258:" -> "14703" (steps of 3, modulo 10).
 
     export PYTHONPATH=benchmarks
-    python ppo_llm.py --env-id sequences:Dense-v0 --max-new-tokens 7 --gamma 0.5  # each right character, where it stands
-    python ppo_llm.py --env-id sequences:AtEnd-v0 --max-new-tokens 7              # the same sum, on the last token
+    python ppo_llm.py --env-id sequences:Dense-v0 --max-new-tokens 7 --gamma 0.5  # each right digit where it stands
+    python ppo_llm.py --env-id sequences:AtEnd-v0 --max-new-tokens 7              # their sum, on the last token
     python benchmarks/sequences.py dense=runs/a dense=runs/b end=runs/c ...    # draws benchmarks/sequences.png
 """
 

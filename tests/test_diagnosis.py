@@ -34,7 +34,8 @@ NAN = dict(first_dev=math.nan, last_dev=math.nan, post_dev=math.nan, signed_t=ma
     (NAN, "forward_mismatch"),
     (STUCK | dict(tokens=0), "empty_mask"),
     (STUCK | dict(adv_raw_std=1e-9), "advantage_zero"), (STUCK | dict(grad_norm=0.0), "no_grad_to_actor"),
-    (STUCK | dict(lr=0.0), "lr_zero"), (STUCK | dict(changed_frac=0.0), "optimizer_noop"),
+    (STUCK | dict(changed_frac=0.0), "optimizer_noop"),
+    (STUCK | dict(lr=0.0, changed_frac=0.0, update_norm=0.0), "lr_or_clip_too_small"),
     (STUCK | dict(post_dev=0.2), "old_logprob_recomputed"),
     (STUCK | dict(param_dtype="torch.bfloat16", changed_frac=0.01, signed_t=0.5), "bf16_underflow"),
     (dict(param_dtype="torch.bfloat16", changed_frac=0.01), "bf16_underflow"),  # the few that changed did move it
@@ -83,7 +84,7 @@ def nan_while_training(original, *args, stale):
 CONSTANT = dict(env_id="environments:Constant-v0")
 FAULTS = {  # name: (flags, cause, function of the script, what replaces it)
     "healthy": ({}, None),
-    "learning rate 0": (dict(actor_lr=0.0), "lr_zero"),
+    "learning rate 0": (dict(actor_lr=0.0), "lr_or_clip_too_small"),
     "constant reward": (CONSTANT | dict(env_kwargs='{"reward": 0.0}'), "advantage_zero"),
     "one update by design": (dict(ppo_epochs=1, train_batch_size=16), "one_update_by_design"),
     "tiny learning rate": (dict(actor_lr=1e-9), "lr_or_clip_too_small"),

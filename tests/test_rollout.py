@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import time
+import types
 
 import environments
 import gymnasium as gym
@@ -103,10 +104,8 @@ def test_recorded_logprobs_are_those_of_the_training_forward(ppo, tokenizer, env
     for greedy in (False, True):
         batch = run(ppo, actor, tokenizer, env, 20, None, 0, greedy, temperature=temperature, rollout_slots=7)
         experience = ppo.Experience.from_rollout(batch, torch.device("cpu"))
-        mb = experience.microbatch(torch.arange(len(experience)))
-        logprobs = torch.zeros_like(batch.logprobs).flatten()
-        logprobs[mb.stored] = ppo.sampled_logprobs(actor, mb, temperature)[0]
-        logprobs = logprobs.view(batch.logprobs.shape)
+        logprobs_of = lambda model, mb: ppo.sampled_logprobs(model, mb, temperature)[0]
+        logprobs = ppo.forward_all(actor, experience, logprobs_of, types.SimpleNamespace(index=0, size=1), ppo.Args())
         torch.testing.assert_close(batch.logprobs, logprobs, atol=1e-5, rtol=0)
         policy = torch.distributions.Categorical(logits=actor(batch.tokens)[:, :-1] / temperature)
         plain = policy.log_prob(batch.tokens[:, 1:]) * batch.mask[:, 1:]
