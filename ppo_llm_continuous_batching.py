@@ -574,7 +574,7 @@ class Experience:
     """All that an iteration stores about its N samples."""
 
     tokens: Tensor
-    mask: Tensor  # [N, T] bool: sampled by the actor
+    mask: Tensor  # [N, T] bool
     logprobs: Tensor  # [N, T] of the sampler
     rewards: Tensor  # [N, T]
     truncated: Tensor  # [N] bool
@@ -757,7 +757,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     # (https://arxiv.org/abs/2110.00641). With --no-recompute-old-logprobs the sampler is the old policy.
     while state.iteration < args.num_iterations and not interrupt:
         iteration = state.iteration
-        clock = [time.time()]  # ends of phases, as the host sees them
+        clock = [time.time()]  # ends of phases
 
         # --- Rollout: every rank (with --rollout-ranks these alone) plays some episodes and gets all of them
         age = int(state.ahead is not None)  # of the sampler's weights, in iterations
@@ -840,7 +840,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                     # FORK: policy loss.
                     pg_loss, part = policy_loss(newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,
                                                 args.clip_low, args.clip_high, args.dual_clip, n_tokens)
-                    # max |ratio - 1|, the one number that is a maximum instead of a sum
+                    # max |ratio - 1|: a maximum, not a sum
                     part["dev_max"] = torch.maximum(part.pop("ratio_max") - 1, 1 - part.pop("ratio_min"))
                     part |= {"policy_loss": pg_loss, "entropy": entropy.sum() / n_tokens}
                     loss = pg_loss - args.entropy_coef * part["entropy"]

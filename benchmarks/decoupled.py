@@ -24,12 +24,6 @@ from common import hardware, line, ppo_llm, spread, table
 
 RANK = int(os.environ.get("RANK", 0))
 PLACEMENTS = {"both ranks do both": [], "1 + 1": ["--rollout-ranks=1"]}
-LEARNING = {
-    "both ranks do both": [],
-    "1 + 1, weights up to 2": ["--rollout-ranks=1"],
-    "1 + 1, no weights": ["--rollout-ranks=1", "--rollout-is-cap=0"],
-    "1 + 1, old = sampler": ["--rollout-ranks=1", "--no-recompute-old-logprobs"],
-}
 ENVIRONMENTS = {"at once": "SortDigits-v0", "after a second": "decoupled:SlowSortDigits-v0"}
 ITERATIONS = 12  # of the timeline
 
@@ -102,7 +96,7 @@ def timeline() -> None:
         times = {name: [] for name in PLACEMENTS}
         for repeat in range(5):
             for axis, (name, placement) in zip(row, PLACEMENTS.items()):
-                size = [f"--num-iterations={ITERATIONS}", "--rollout-batch-size=256", "--eval-episodes=2"]
+                size = [f"--num-iterations={ITERATIONS}", "--eval-episodes=2"]
                 flags = [f"--env-id={env}", *size, *placement]
                 with tempfile.TemporaryDirectory() as folder:
                     launch(Path(folder), *flags)
@@ -140,11 +134,11 @@ def learning() -> None:
     import matplotlib.pyplot as plt
 
     print(hardware())
-    table(["seed", *(f"{name}: samples to 90 %, at the end" for name in LEARNING)])
+    table(["seed", *(f"{name}: samples to 90 %, at the end" for name in PLACEMENTS)])
     figure, axis = plt.subplots(figsize=(8, 3.2), layout="constrained")
     for seed in (1, 2, 3):
         cells = []
-        for i, (name, flags) in enumerate(LEARNING.items()):
+        for i, (name, flags) in enumerate(PLACEMENTS.items()):
             with tempfile.TemporaryDirectory() as folder:
                 launch(Path(folder), f"--seed={seed}", *flags)
                 rows = [json.loads(text) for text in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
