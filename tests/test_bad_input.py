@@ -106,9 +106,8 @@ def test_a_hung_environment_does_not_keep_the_process_alive(ppo, tmp_path):
 
 @pytest.mark.parametrize(("content", "parts"), [
     (GSM8K_LINE + "\n" + GSM8K_LINE[:-9], ["line 2"]), ('["1 + 1?", "#### 2"]', ["line 1"]), (None, []),
-    (GSM8K_LINE + '\n{"prompt": "1 + 1?", "answer": "#### 2"}', ["line 2", "question"]),
+    (GSM8K_LINE + '\n{"prompt": "1 + 1?", "answer": "#### 2"}', ["line 2", "question"]), ("", ["no rows"]),
     ('{"question": "1 + 1?", "answer": "two"}', ["line 1", "####"]), ('{"question": "caf\xe9"}', ["line 1", "UTF-8"]),
-    ("", ["no rows in"]),
 ])  # fmt: skip
 def test_gsm8k_file_that_is_wrong_is_named_with_the_line(ppo, tmp_path, content, parts):
     path = tmp_path / "train.jsonl"
@@ -131,8 +130,7 @@ def model_folder(ppo, path, edit=None, tensors=None, **changes):
 
 
 @pytest.mark.parametrize(("parts", "changes"), [
-    ([NORM], dict(tensors={NORM: None})), (["model.extra"], dict(tensors={"model.extra": torch.ones(3)})),
-    ([NORM], dict(tensors={NORM: torch.ones(3)})),
+    (["model.extra"], dict(tensors={"model.extra": torch.ones(3)})),
     (["gpt2", "qwen2"], dict(edit={"model_type": "gpt2", "num_attention_heads": None})),
     (["sliding"], dict(edit={"use_sliding_window": True})),
     (["yarn"], dict(edit={"rope_parameters": {"rope_type": "yarn"}})), (["gelu"], dict(edit={"hidden_act": "gelu"})),

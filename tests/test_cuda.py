@@ -30,9 +30,8 @@ ALONE = [
 TOGETHER = [FLOAT | dict(run_name="serial"), FLOAT | dict(run_name="apart", critic_ranks=1, save_every=1),
             FLOAT | dict(run_name="ahead", rollout_ranks=1, num_iterations=2)]  # fmt: skip
 WITHOUT_WAITS = tuple(
-    "decode_step sampling_noise hash32 Transformer. Attention. KVCache. apply_rope ChunkedLogprobs. token_logprobs pad "
-    "scatter Experience.microbatch upload sampled_ policy_loss value_loss kl_estimate optimizer_step "
-    "forward_all".split())
+    "decode_step sampling_noise hash32 Transformer. Attention. KVCache. apply_rope ChunkedLogprobs. pad scatter "
+    "Experience.microbatch sampled_ policy_loss value_loss kl_estimate optimizer_step forward_all".split())
 pytestmark = pytest.mark.slow
 simulated = pytest.mark.skipif(
     torch.cuda.is_available() or not torch.__version__.startswith("2.13") or not shutil.which("g++"),

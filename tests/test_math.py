@@ -220,10 +220,9 @@ def tiny_experience(ppo):
 def test_a_microbatch_holds_the_tokens_of_its_samples_and_no_padding(ppo):
     e = tiny_experience(ppo)
     mb = e.microbatch(torch.tensor([2, 0]))
-    assert len(e) == 5 and torch.equal(mb.tokens, torch.cat((e.tokens[2, :7], e.tokens[0, :4])))
-    assert torch.equal(mb.old_logprobs, torch.cat((e.old_logprobs[2, :7], e.old_logprobs[0, :4])))
-    assert mb.positions.tolist() == [*range(7), *range(4)] and mb.n_sampled == mb.mask.sum()
-    assert mb.stored.tolist() == [*range(24, 31), *range(4)]
+    for mine, all_samples in ((mb.tokens, e.tokens), (mb.mask, e.mask), (mb.old_logprobs, e.old_logprobs)):
+        assert torch.equal(mine, torch.cat((all_samples[2, :7], all_samples[0, :4])))
+    assert mb.positions.tolist() == [*range(7), *range(4)] and mb.stored.tolist() == [*range(24, 31), *range(4)]
     padded = ppo.pad(1.0 + torch.arange(11)[:, None], *mb.layout)
     assert padded.shape == (2, 7, 1) and padded[..., 0].tolist() == [[*range(1, 8)], [8, 9, 10, 11, 0, 0, 0]]
 
@@ -256,10 +255,6 @@ def test_the_output_one_earlier_predicts_a_sampled_token_and_values_its_state(pp
     close(outputs, states * real, 1e-5)
 
 
-def changed(e, function):
-    return dataclasses.replace(e, **{name: function(x) for name, x in vars(e).items() if x is not None})
-
-
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_gradients_do_not_depend_on_microbatches_padding_order_or_garbage(ppo, head):
     model, e = tiny_model(ppo, head), tiny_experience(ppo)
@@ -287,10 +282,11 @@ def test_gradients_do_not_depend_on_microbatches_padding_order_or_garbage(ppo, h
     garbage = {name: nan_outside(getattr(e, name), e.mask) for name in ("old_logprobs", "values", "advantages")}
     garbage["returns"] = torch.where(e.mask, e.returns, 1e30)
     garbage["tokens"] = torch.where(torch.arange(12) < e.cpu_lengths[:, None], e.tokens, torch.randint(19, (5, 12)))
+    changed = lambda change: dataclasses.replace(e, **{name: change(x) for name, x in vars(e).items() if x is not None})
     for other, budget, microbatches in [
-        (e, 1, 5), (e, 20, 2), (changed(e, lambda x: x[torch.tensor([3, 0, 4, 1, 2])]), 10**6, 1),
+        (e, 1, 5), (e, 20, 2), (changed(lambda x: x[torch.tensor([3, 0, 4, 1, 2])]), 10**6, 1),
         (dataclasses.replace(e, **garbage), 10**6, 1),
-        (changed(e, lambda x: F.pad(x, (0, 9)) if x.ndim == 2 else x), 10**6, 1),
+        (changed(lambda x: F.pad(x, (0, 9)) if x.ndim == 2 else x), 10**6, 1),
     ]:  # fmt: skip
         result, count = gradient(other, budget)
         assert count >= microbatches

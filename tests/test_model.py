@@ -220,7 +220,6 @@ NORM, WEIGHTS = "model.layers.1.input_layernorm.weight", "model.safetensors"
     ("safetensors", [cut(WEIGHTS, -9)]), ("safetensors", [cut(WEIGHTS, 20)]), ("safetensors", [cut(WEIGHTS, 0)]),
     ("layernorm", [write_sharded, remove("model-00002-of-00002.safetensors")]),
     (NORM, [tensor(NORM, torch.zeros(7))]), (NORM, [tensor(NORM, None)]), ("lora", [tensor("lora", torch.zeros(2))]),
-    ("lm_head.weight", [tensor("lm_head.weight", torch.zeros(32, 110))]),
     ("lm_head.weight", [tensor("lm_head.weight", None)]),
     ("tokenizer.json", [remove("tokenizer.json")]), ("tokenizer.json", [cut("tokenizer.json", 99)]),
     ("tokenizer_config", [cut("tokenizer_config.json", 9)]),

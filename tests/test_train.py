@@ -141,7 +141,7 @@ def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, c
     assert seen.summary["update_steps"] == seen.rows[-1]["charts/actor_steps"] == actor
     assert sum(len(batch.texts) for batch in seen.batches) == plan.episodes_total
     assert [name for name, _ in itertools.groupby(names)][:2] == ["critic", "actor"]
-    assert ppo.plan_steps(ppo.Args()) == (128, 2, 4, 4, 1280, 1280, 40960)  # what the README says
+    assert ppo.plan_steps(ppo.Args()) == (256, 4, 8, 8, 2160, 2160, 69120)  # what the README says
 
 
 def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_iterations(run):
@@ -161,11 +161,10 @@ def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_ite
 
 def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo, run):
     experience = run().experiences[0]
-    T = experience.tokens.shape[1]
     ranks, args, orders = ppo.Ranks(range(1), torch.device("cpu")), ppo.Args(train_batch_size=4), set()
     for iteration, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
         parts = [part for _, part in ppo.shuffled_minibatches(experience, ranks, args, iteration, epoch)]
-        order = [frozenset(int(x) // T for mb in part for x in mb.stored) for part in parts]
+        order = [frozenset(int(x) // experience.tokens.shape[1] for mb in part for x in mb.stored) for part in parts]
         assert [len(rows) for rows in order] == [4, 4] and order[0] | order[1] == set(range(8))
         orders.add(tuple(order))
     assert len(orders) == 4
