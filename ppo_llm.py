@@ -20,7 +20,8 @@ minibatch is one optimizer step, a microbatch one forward and backward pass.
 
 Layout. Rows start at index 0 and are right-padded. Everything is stored at the token's own index: `mask[b, t]` is 1 if
 the actor sampled token t, `logprobs[b, t]` = log pi(token t | tokens < t), `values[b, t]` = V(tokens < t).
-Dimensions: B rows, T tokens, S cache positions, H / Hkv heads, D head size, V vocabulary, N samples of a rollout.
+Dimensions: B rows, T tokens, S cache positions, H / Hkv heads, D head size, V vocabulary, N samples of a rollout; n
+tokens of a microbatch, m of them sampled.
 Compute is sharded over ranks, experience is replicated.
 """
 
@@ -415,8 +416,8 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tup
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip=None, denom=None):
     """Clipped surrogate (https://arxiv.org/abs/1707.06347 eq. 7), dual clip (https://arxiv.org/abs/1912.09729 eq. 5).
 
-    All [B, T]. Returns (loss, stats), sums over mask / denom (default mask.sum()): with the minibatch's token count as
-    denom they add up over microbatches and ranks, but for ratio_max and ratio_min.
+    All of one shape. Returns (loss, stats), sums over mask / denom (default mask.sum()): with the token count of the
+    minibatch they add up over microbatches and ranks, but for ratio_max and ratio_min.
     """
     mask = mask.bool()
     denom = mask.sum().clamp(min=1) if denom is None else denom
@@ -476,7 +477,7 @@ class Experience:
     truncated: Tensor  # [N] bool
     cpu_lengths: Tensor  # [N] on the CPU: shapes without a host sync
     cpu_counts: Tensor  # [N] sampled tokens, on the CPU
-    old_logprobs: Tensor | None = None  # [N, T], as all up to returns; 0 outside the mask
+    old_logprobs: Tensor | None = None  # [N, T], like the next four; 0 outside the mask
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
     advantages: Tensor | None = None
@@ -497,7 +498,7 @@ class Experience:
     def microbatch(self, rows: Tensor) -> Microbatch:
         """The samples `rows` [B], indices on the CPU."""
         n_sampled, lengths = int(self.cpu_counts[rows].sum()), self.cpu_lengths[rows]
-        if len(rows) == 0:  # FSDP's calls are collective: a rank without samples computes one token of a prompt
+        if len(rows) == 0:  # FSDP's calls are collective: compute a prompt token
             rows, lengths = torch.tensor([0]), torch.tensor([1])
         B, T = len(rows), int(lengths.max())
         row, position = (torch.arange(T) < lengths[:, None]).nonzero().T  # [n] each
@@ -508,19 +509,19 @@ class Experience:
 
 
 class Microbatch(types.SimpleNamespace):
-    """The n tokens of B samples, one sample after the other, without padding.
+    """The n tokens of B samples, one after the other, without padding.
 
-    `tokens`, `mask`, `values`, ... [n]: as in Experience. `positions` [n]: in the sample. `layout`: for attention, see
-    `pad`. `stored` [n]: indices into N * T of the experience. `n_sampled`: the sum of mask, on the host.
+    `tokens`, `mask`, `values`, ... [n]: as in Experience. `positions` [n]: in the sample. `layout`: where attention
+    pads, see `pad`. `stored` [n]: indices into N * T of the experience. `n_sampled`: the sum of mask, on the host.
     """
 
 
 def sampled_and_predictor(mb: Microbatch) -> tuple[Tensor, Tensor]:
-    """Indices [m] into n: of the sampled tokens, and of the tokens whose outputs predict them.
+    """Indices [m] of the sampled tokens, and of the tokens whose outputs predict them.
 
     Training shifts by one here and nowhere else: the output at t - 1 predicts token t, and values the state before it.
-        tokens [a b C D a E]   mask [0 0 1 1 0 1]   ->   sampled [2 3 5], predictor [1 2 4]
-    A sample starts with a prompt token, so predictors never cross samples.
+        tokens [a b C D | a E]   mask [0 0 1 1 0 1]   ->   sampled [2 3 5], predictor [1 2 4]
+    A sample starts with a prompt: predictors never cross samples.
     """
     sampled = torch.nonzero_static(mb.mask, size=mb.n_sampled)[:, 0]  # nonzero() would wait for the device
     return sampled, sampled - 1
@@ -546,7 +547,7 @@ def sampled_values(critic: Transformer, mb: Microbatch) -> Tensor:
 
 
 def next_values(critic: Transformer, mb: Microbatch) -> Tensor:
-    """Values of the states after each token, [n]."""
+    """V(tokens <= t) of each token, [n]."""
     return critic(mb.tokens, mb.positions, layout=mb.layout)
 
 
@@ -562,7 +563,7 @@ def forward_all(model: Transformer | None, experience, function, ranks: Ranks, a
         mb = experience.microbatch(rows)
         result = function(model, mb)  # [n]
         if len(rows):
-            out.view(-1)[mb.stored] = result
+            out.view(-1)[mb.stored] = result.float()
     return out
 
 
@@ -763,7 +764,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             for target, source in zip(reference.parameters(), actor.parameters()):
                 target.detach().lerp_(source.detach(), args.ref_sync_alpha)
 
-        # --- Hand over, diagnose, log, save
+        # --- Hand over, diagnose, log
         actor_steps = trainers.gather(actor_steps)[0]  # the first rank always trains the actor,
         critic_steps = trainers.gather(critic_steps)[-1]  # the last trainer the critic
         state.advance(args, actor_steps, critic_steps)
@@ -885,7 +886,7 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(self.k_proj(x).unflatten(-1, (self.Hkv, self.D))), cos, sin)  # [..., Hkv, D]
         v = self.v_proj(x).unflatten(-1, (self.Hkv, self.D))
         if cache is None:
-            if layout:  # on an accelerator torch.nn.attention.varlen could do without padding
+            if layout:  # on an accelerator torch.nn.attention.varlen would avoid the padding
                 q, k, v = pad(q, *layout), pad(k, *layout), pad(v, *layout)  # [B, T, H or Hkv, D]
             # Rows start at index 0, so causality alone hides the padding on the right.
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or Hkv, T, D]
@@ -956,7 +957,7 @@ class Transformer(nn.Module):
         entropy [m]. The rollout passes `positions` [B, T] and its `cache`.
         """
         at = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
-        angles = at[..., None, None].float() * self.rope  # [n, [T] or [B, T], 1, D / 2]
+        angles = at[..., None, None].float() * self.rope  # [..., 1, D / 2]
         cos, sin = angles.cos(), angles.sin()
         context = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), layout)  # [..., 1, D]
         if cache is not None:
@@ -1201,9 +1202,9 @@ def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTok
 
 
 class SortDigits(gym.Env):
-    """Prompt "52814=", right answer "12458", reward the share of digits in their place, 0 if their number is wrong.
+    """Prompt "52814=", right answer "12458", reward the share of digits in their place, 0 if the length is wrong.
 
-    Demonstrations are in random order: only the reward teaches to sort. A tenth of the prompts, by CRC, are for tests.
+    Demonstrations are in random order: only the reward teaches to sort. A tenth of the prompts, by CRC, are held out.
     """
 
     def __init__(self, split: Literal["train", "test"] = "train", digits: int = 5):
@@ -1388,7 +1389,7 @@ def probe_weights(actor: Transformer | None) -> Tensor:
 
 def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, actors, trainers, args) -> dict:
     """What `diagnose_ratio` needs: what the updates did to weights and, by one more forward, to some log-probs."""
-    some = slice(max(1, len(experience) // 8))  # samples, for an eighth of the time of a forward
+    some = slice(max(1, len(experience) // 8))  # an eighth of the samples, to save time
     newlogprobs = trainers.sum(forward_all(actor, experience, logprobs_of, actors, args, some))[some]
     mask = experience.mask[some]
     logratio = (newlogprobs - experience.old_logprobs[some])[mask]  # [n]
@@ -1417,8 +1418,8 @@ def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, a
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 SFT_BATCH_SIZE = 256  # demonstrations per step
-# A bar for what takes over a second, on rank 0 and on a terminal (disable=None) alone.
-progress = functools.partial(tqdm, leave=False, delay=1.0, disable=True if RANK else None)
+# Bars for what takes over a second: only on rank 0, and only on a terminal (disable=None).
+progress = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 or None)
 DEFAULTS = {  # without --model, with --model
     "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (60, 0), "sft_lr": (1.3e-3, 1e-5),
     "actor_lr": (5e-4, 1e-6), "critic_lr": (1e-3, 1e-5), "adam_beta1": (0.5, 0.9), "kl_coef": (0.02, 0.01),
@@ -1543,17 +1544,19 @@ def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, Ranks, Ranks, torch.dtype]
 def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: int) -> list[Tensor]:
     """This rank's microbatches of `samples` [n], equally many on every rank (some may be empty). All on the CPU.
 
-    Longest first, so that attention pads little. A microbatch has up to `token_budget` tokens, or is one longer sample.
+    Longest first, so that attention pads little. A microbatch has up to `token_budget` tokens, padded twice that, or is
+    one longer sample.
     """
     lengths = lengths.tolist()
     order = sorted(samples.tolist(), key=lengths.__getitem__, reverse=True)
-    parts, tokens = [], token_budget
+    parts, tokens, area, longest = [], token_budget, 0, 0  # full: the first sample opens one
     for start in range(0, len(order), ranks.size):
         turn = order[start : start + ranks.size]  # a sample for each rank
-        if tokens + lengths[turn[0]] > token_budget:
+        if tokens + lengths[turn[0]] > token_budget or area + longest > 2 * token_budget:
             parts.append([])
-            tokens = 0
-        tokens += lengths[turn[0]]  # at most, on any rank
+            tokens, area, longest = 0, 0, lengths[turn[0]]
+        tokens += lengths[turn[0]]  # upper bound for every rank
+        area += longest  # with what attention pads
         if start // ranks.size % 2:
             turn.reverse()  # 0 1 2 2 1 0 0 1 ... keeps ranks in balance
         parts[-1] += turn[ranks.index : ranks.index + 1]
@@ -1722,8 +1725,6 @@ def concatenate(parts: list):
             return [item for value in values for item in value]
         if isinstance(values[0], dict):  # means of statistics
             return {name: sum(value[name] for value in values) / len(values) for name in values[0]}
-        if values[0] is None:
-            return None
         return torch.cat([F.pad(x, (0, T - x.shape[1])) if x.ndim == 2 else x for x in values])
 
     return type(parts[0])(*map(join, *(vars(part).values() for part in parts)))
@@ -1972,8 +1973,8 @@ def resume(args: Args, trained: dict) -> TrainState:
     try:
         state = load_checkpoint(path, trained)
     except Exception as error:
-        advice = f"; the one before is {before}, remove the damaged one to resume from it" if before else ""
-        raise UserError(f"{path} is damaged or of another model: {error!s:.500}{advice}") from error
+        advice = f"; the one before is {before}, if this one is damaged remove it" if before else ""
+        raise UserError(f"{path} cannot be read: {error!s:.500}{advice}") from error
     print0(f"resuming from {path}, after {state.iteration} iterations")
     return state
 
@@ -1989,7 +1990,8 @@ def load_checkpoint(path: Path, trained: dict) -> TrainState:
                 optimizer.state[p] = {kind: torch.zeros_like(p.detach()) for kind in ("exp_avg", "exp_avg_sq")}
                 optimizer.state[p]["step"] = torch.zeros((), device=p.device)
         for kind, tensors in checkpoint_tensors(model, optimizer).items():
-            read_tensors(tensors, path / name / kind, optional=tensors.keys() if kind != "weights" else ())
+            never_updated = tensors.keys() if kind != "weights" else ()  # may lack moments
+            read_tensors(tensors, path / name / kind, optional=never_updated)
     state = TrainState(**saved["state"])
     if state.ahead:
         tensors = {f.name: torch.tensor(state.ahead[f.name]) for f in dataclasses.fields(Rollout) if f.type == "Tensor"}

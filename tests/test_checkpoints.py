@@ -174,7 +174,7 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_named_with_the_one_before(ppo, whole, copied, tmp_path, capsys, damage):
     DAMAGE[damage](newest(copied))
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    with pytest.raises(ppo.UserError, match=r"iter_000003 is damaged.* the one before is \S*iter_000002"):
+    with pytest.raises(ppo.UserError, match=r"iter_000003 cannot be read.* the one before is \S*iter_000002"):
         train(ppo, tmp_path, resume="auto", **WARMUP)
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     shutil.rmtree(newest(copied))  # as the message says

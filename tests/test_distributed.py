@@ -220,6 +220,7 @@ def test_ranks_get_as_many_microbatches_of_nearly_the_same_tokens(ppo, ranks, bu
         slowest = sum(map(max, zip(*tokens, strict=True)))  # FSDP waits for it at each microbatch
         assert n < 256 or slowest <= bound * sum(map(sum, tokens)) / ranks
         assert all(int(lengths[part].sum()) <= budget for part in parts if len(part) > 1)
+        assert all(int(lengths[part].max()) * len(part) <= 2 * budget for part in parts if len(part) > 1)
 
 
 @pytest.mark.slow
