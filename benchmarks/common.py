@@ -1,10 +1,11 @@
-"""What the benchmarks share: the same random Qwen2 on both sides, prompts, forced lengths, and how numbers are said."""
+"""What the benchmarks share: the same model on both sides, prompts, forced lengths, and how numbers are said."""
 
 import collections
 import contextlib
 import copy
 import functools
 import platform
+import random
 import re
 import statistics
 import sys
@@ -45,6 +46,16 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
 
 
+def median_seconds(run, repeats: int = 5) -> float:
+    """Of run(), after a run that does not count."""
+    seconds = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
 def operators(run, most: int = 7) -> str:
     """The operators that take most of the time of run() on the CPU, and their shares of it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -76,6 +87,12 @@ def random_prompts(tokenizer: ppo_llm.HFTokenizer, samples: int, length: int) ->
     torch.manual_seed(0)
     symbols = len(tokenizer.hf) - 3
     return ["".join(chr(0x4E00 + i) for i in row) for row in torch.randint(symbols, (samples, length)).tolist()]
+
+
+def sums(samples: int) -> list[str]:
+    """Questions of the same number of tokens, where a digit is a token."""
+    numbers = random.Random(0)
+    return [f"What is {numbers.randint(10, 99)} + {numbers.randint(10, 99)}?" for _ in range(samples)]
 
 
 def write_checkpoint(folder: str, tokenizer: ppo_llm.HFTokenizer, context: int, shape: dict) -> None:

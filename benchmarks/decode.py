@@ -1,10 +1,16 @@
-"""Rollout of `ppo_llm.py` against `generate` of transformers: the same random Qwen2, prompts and response lengths.
+"""Rollout of `ppo_llm.py` against `generate` of transformers: the same model, prompts and response lengths.
 
-    python benchmarks/decode.py               # CPU, one thread, float32 and bfloat16, some minutes
+    python benchmarks/decode.py               # CPU, one thread, float32 and bfloat16, some minutes: a random Qwen2
     python benchmarks/decode.py smoke         # seconds: does it run
+    python benchmarks/decode.py real FOLDER [rows ...]         # a Hugging Face checkpoint, float32; default 1 8 16 64
+    python benchmarks/decode.py real FOLDER smoke [rows ...]   # 8 tokens, one run of each
 
 All in one process and in turn, greedy, no row ends early. Greedy tokens are compared before any timing. Our side
 computes log-probs and calls an environment for each prompt and response, `generate` returns tokens alone.
+
+With a checkpoint also the time of a decode step, from the first sampled token to the last and thus without the prefill,
+and what shares of it are two lower bounds, measured before and after: reading all weights once, which is a sum over as
+many bytes, the fastest read of those tried; and the step's matrix products alone, as `torch.nn.Linear` computes them.
 """
 
 import statistics
@@ -18,63 +24,142 @@ from common import ppo_llm
 
 CPU = dict(shape=common.SMALL, rows=32, prompt=32, new=128, pairs=7)
 SMOKE = dict(shape=common.TINY, rows=4, prompt=4, new=8, pairs=1)
+REAL = dict(new=64, pairs=5)
+REAL_SMOKE = dict(new=8, pairs=1)
 PEERS = {"dynamic cache": (None, False), "static cache": ("static", False), "static, compiled": ("static", True)}
 
 
+class Clock(transformers.LogitsProcessor):
+    """Notes when `generate` has the logits of a token."""
+
+    def __init__(self, times: list[float]):
+        self.times = times
+
+    def __call__(self, input_ids, scores):
+        self.times.append(time.perf_counter())
+        return scores
+
+
 class Sides:
-    def __init__(self, dtype, shape, rows, prompt, new, pairs):
-        self.tokenizer, self.rows, self.new = common.character_tokenizer(shape["vocab_size"]), rows, new
-        folder = common.temporary_folder().name
-        common.write_checkpoint(folder, self.tokenizer, prompt + new, shape)
+    def __init__(self, folder: str, dtype: torch.dtype, prompts: list[str], new: int):
+        self.tokenizer, self.prompts, self.new = ppo_llm.HFTokenizer(folder), prompts, new
         self.actor, _ = ppo_llm.load_hf_checkpoint(folder, dtype)
         self.peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        self.prompts = common.random_prompts(self.tokenizer, rows, prompt)
-        self.ids = torch.tensor([self.tokenizer.encode_prompt(text) for text in self.prompts])
-        self.tokenizer.stop_ids = [shape["vocab_size"]]  # never sampled
+        self.peer.generation_config.eos_token_id = None  # it takes effect where generate is given None
+        self.ids = torch.tensor([self.tokenizer.encode_prompt(text) for text in prompts])
+        self.times = []  # when the tokens of the last run were there
+        self.runs = {"ours": lambda: self.ours("off"), "ours, --compile on": lambda: self.ours("on")}
+        self.runs |= {f"generate, {name}": lambda how=how: self.generate(*how) for name, how in PEERS.items()}
 
     def ours(self, compiled: str) -> torch.Tensor:
-        sizes = dict(max_prompt_tokens=self.ids.shape[1], max_new_tokens=self.new, rollout_slots=self.rows)
-        args, rows = ppo_llm.Args(compile=compiled, **sizes), range(self.rows)
+        sizes = dict(max_prompt_tokens=self.ids.shape[1], max_new_tokens=self.new, rollout_slots=len(self.prompts))
+        args, rows = ppo_llm.Args(compile=compiled, **sizes), range(len(self.prompts))
         envs = [common.Prompts(self.prompts) for _ in rows]
-        return ppo_llm.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0, greedy=True).tokens
+        self.times.clear()
+        with common.forced(ppo_llm, [self.new] * len(rows), lambda: self.times.append(time.perf_counter())):
+            return ppo_llm.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0, greedy=True).tokens
 
     def generate(self, cache: str | None, compiled: bool) -> torch.Tensor:
         config = transformers.CompileConfig(mode="default")  # "reduce-overhead" is for CUDA graphs
         config._compile_all_devices = True  # else transformers compiles on GPUs alone
+        self.times.clear()
         return self.peer.generate(
             self.ids, attention_mask=torch.ones_like(self.ids), do_sample=False, max_new_tokens=self.new,
-            min_new_tokens=self.new, eos_token_id=None, pad_token_id=0, cache_implementation=cache,
-            disable_compile=not compiled, compile_config=config if compiled else None)  # fmt: skip
+            eos_token_id=None, pad_token_id=0, cache_implementation=cache, disable_compile=not compiled,
+            compile_config=config if compiled else None, logits_processor=[Clock(self.times)])  # fmt: skip
 
+    def same_tokens(self) -> dict[str, float]:
+        """Share of greedy tokens that agree with ours: rows agree until two tokens are nearly tied."""
+        tokens = {name: run()[:, self.ids.shape[1] :] for name, run in self.runs.items()}
+        assert all(x.shape == (len(self.prompts), self.new) for x in tokens.values())
+        return {name: float((x == tokens["ours"]).int().cumprod(1).float().mean()) for name, x in tokens.items()}
 
-def main():
-    settings = SMOKE if "smoke" in sys.argv else CPU
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    sizes = ", ".join(f"{key} {value}" for key, value in settings["shape"].items())
-    print(f"{sizes}; {settings['rows']} rows, {settings['prompt']} + {settings['new']} tokens; "
-          f"{common.hardware(transformers)}; medians of {settings['pairs']} runs of each\n")  # fmt: skip
-    common.table(["dtype", "side", "same greedy tokens", "tokens/s", "of the best `generate`"])
-    for dtype in (torch.float32, torch.bfloat16):
-        sides = Sides(dtype, **settings)
-        runs = {"ours": lambda: sides.ours("off"), "ours, --compile on": lambda: sides.ours("on")}
-        runs |= {f"generate, {name}": lambda how=how: sides.generate(*how) for name, how in PEERS.items()}
-        # Rows agree until two tokens are nearly tied; then they go different ways.
-        tokens = {name: run()[:, settings["prompt"] :] for name, run in runs.items()}
-        same = {name: (x == tokens["ours"]).int().cumprod(1).float().mean() for name, x in tokens.items()}
-        seconds = {name: [] for name in runs}
-        for _ in range(settings["pairs"]):
-            for name, run in runs.items():
+    def measure(self, pairs: int) -> tuple[dict, dict]:
+        """Seconds of whole runs, and of their decode steps: {side: [of each run]}."""
+        seconds, steps = {name: [] for name in self.runs}, {name: [] for name in self.runs}
+        for _ in range(pairs):
+            for name, run in self.runs.items():
                 start = time.perf_counter()
                 run()
                 seconds[name].append(time.perf_counter() - start)
-        best = min(list(runs)[-len(PEERS) :], key=lambda name: statistics.median(seconds[name]))
+                assert len(self.times) == self.new, len(self.times)
+                steps[name].append((self.times[-1] - self.times[0]) / (self.new - 1))
+        return seconds, steps
+
+
+def of_best_peer(seconds: dict[str, list[float]]) -> dict[str, str]:
+    """How many times as fast as the best `generate` a side is."""
+    best = min(list(seconds)[-len(PEERS) :], key=lambda name: statistics.median(seconds[name]))
+    pairs = {name: zip(seconds[best], mine, strict=True) for name, mine in seconds.items()}
+    return {name: common.spread([theirs / ours for theirs, ours in pair]) for name, pair in pairs.items()}
+
+
+def random_model(shape, rows, prompt, new, pairs):
+    sizes = ", ".join(f"{key} {value}" for key, value in shape.items())
+    print(f"{sizes}; {rows} rows, {prompt} + {new} tokens; {common.hardware(transformers)}; "
+          f"medians of {pairs} runs of each\n")  # fmt: skip
+    folder, tokenizer = common.temporary_folder().name, common.character_tokenizer(shape["vocab_size"])
+    common.write_checkpoint(folder, tokenizer, prompt + new, shape)
+    common.table(["dtype", "side", "same greedy tokens", "tokens/s", "of the best `generate`"])
+    for dtype in (torch.float32, torch.bfloat16):
+        sides = Sides(folder, dtype, common.random_prompts(tokenizer, rows, prompt), new)
+        same, (seconds, _) = sides.same_tokens(), sides.measure(pairs)
+        ratios = of_best_peer(seconds)
         for name, mine in seconds.items():
-            ratio = common.spread([theirs / ours for theirs, ours in zip(seconds[best], mine, strict=True)])
-            speed = settings["rows"] * settings["new"] / statistics.median(mine)
-            common.line([str(dtype).removeprefix("torch."), name, f"{same[name]:.1%}", f"{speed:,.0f}", ratio])
+            speed = rows * new / statistics.median(mine)
+            common.line([str(dtype).removeprefix("torch."), name, f"{same[name]:.1%}", f"{speed:,.0f}", ratios[name]])
         for name in ("ours", "ours, --compile on"):
-            print(f"\n{dtype}, {name}: {common.operators(runs[name])}\n")
+            print(f"\n{dtype}, {name}: {common.operators(sides.runs[name])}\n")
+
+
+def linear_modules(model: torch.nn.Module) -> list[torch.nn.Linear]:
+    """All that a decode step reads but for norms and embeddings of single tokens; the head is among them."""
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+
+
+def lower_bounds(sides: Sides, rows: int) -> tuple[float, float]:
+    """Seconds to read the weights of a step, and to multiply `rows` vectors by all of them."""
+    linear = linear_modules(sides.actor)
+    memory = torch.ones(sum(module.weight.numel() for module in linear))
+    inputs = [torch.randn(rows, module.in_features) for module in linear]
+    with torch.no_grad():
+        products = common.median_seconds(lambda: [module(x) for module, x in zip(linear, inputs, strict=True)])
+    return common.median_seconds(memory.sum), products
+
+
+def real_model(folder, rows_of_runs, new, pairs):
+    print(f"{folder}, float32; {new} new tokens; {common.hardware(transformers)}; medians of {pairs} runs of each\n")
+    common.table(["rows", "side", "same greedy tokens", "tokens/s", "of the best `generate`", "ms per decode step",
+                  "step, of the best `generate`", "reading weights / step", "products / step"])  # fmt: skip
+    reads = []  # seconds
+    for rows in rows_of_runs:
+        torch.compiler.reset()  # else the second number of rows runs code for any number
+        sides = Sides(folder, torch.float32, common.sums(rows), new)
+        same = sides.same_tokens()  # compiles
+        before = lower_bounds(sides, rows)
+        seconds, steps = sides.measure(pairs)
+        read, products = map(statistics.mean, zip(before, lower_bounds(sides, rows), strict=True))
+        ratios, step_ratios = of_best_peer(seconds), of_best_peer(steps)
+        for name, mine in seconds.items():
+            speed, step = rows * new / statistics.median(mine), statistics.median(steps[name])
+            common.line([rows, name, f"{same[name]:.1%}", f"{speed:,.1f}", ratios[name], f"{1000 * step:.1f}",
+                         step_ratios[name], f"{read / step:.0%}", f"{products / step:.0%}"])  # fmt: skip
+        reads.append(read)
+    read_bytes = sum(module.weight.nbytes for module in linear_modules(sides.actor))
+    print(f"\n{sides.ids.shape[1]} prompt tokens. A step reads {read_bytes / 1e6:.0f} MB of weights; a sum over as "
+          f"many bytes takes {common.spread([1000 * read for read in reads])} ms, "
+          f"{read_bytes / statistics.median(reads) / 1e9:.1f} GB/s")  # fmt: skip
+
+
+def main():
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if sys.argv[1:2] == ["real"]:
+        rows = [int(x) for x in sys.argv[3:] if x != "smoke"] or [1, 8, 16, 64]
+        real_model(sys.argv[2], rows, **(REAL_SMOKE if "smoke" in sys.argv else REAL))
+    else:
+        random_model(**(SMOKE if "smoke" in sys.argv else CPU))
 
 
 if __name__ == "__main__":

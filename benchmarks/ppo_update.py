@@ -2,22 +2,34 @@
 
     python benchmarks/ppo_update.py           # CPU, one thread, float32, about ten minutes
     python benchmarks/ppo_update.py smoke     # seconds: does it run
+    python benchmarks/ppo_update.py real FOLDER [pairs]           # a Hugging Face checkpoint, 3 pairs
+    python benchmarks/ppo_update.py real FOLDER memory ours|trl   # prints the bytes of one side; the above runs it
+    python benchmarks/ppo_update.py real FOLDER smoke             # one pair of short responses
 
-The same random Qwen2 for actor, critic and reference, the same prompts, response lengths (log-normal, forced), epochs,
-minibatches and optimizer steps; the reward is a function, which TRL is given disguised as a reward model. Runs of two
-iterations each, in turn in one process, of which the second counts. TRL runs without its defaults of bfloat16 and
-gradient checkpointing, which cost time here, samples and scores the whole batch at once, and computes a minibatch in
-one piece, since more gradient accumulation would mean fewer steps there. Ours cuts minibatches at 2048 tokens: of its
-flags that change no numbers this was chosen for a small model on a CPU.
+The same model for actor, critic and reference (a random Qwen2 or the checkpoint), the same prompts, response lengths
+(log-normal, forced), epochs, minibatches, optimizer steps and learning rate; the reward is a function, which TRL is
+given disguised as a reward model. Runs of two iterations each, in turn in one process, of which the second counts. TRL
+runs without its defaults of bfloat16 and gradient checkpointing, which cost time here, samples and scores the whole
+batch at once, and computes a minibatch in one piece, since more gradient accumulation would mean fewer steps there.
+Ours cuts minibatches at 2048 tokens: of its flags that change no numbers this was chosen for a small model on a CPU.
+Ours clips gradients, TRL's PPOTrainer does not.
+
+With a checkpoint also the updates' share of the GEMM limit: the FLOPs that real tokens need, per second, over those of
+the same matrix products alone (`update_products`); and the peak of resident memory of a process that runs two
+iterations of one side, above what it took before it loaded a model.
 """
 
 import contextlib
 import io
 import json
+import resource
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import types
+import unittest.mock
 import warnings
 from pathlib import Path
 
@@ -31,6 +43,15 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 CPU = dict(shape=common.SMALL, samples=32, minibatches=2, epochs=2, prompt=32, mean=64, longest=256, pairs=5)
 SMOKE = dict(shape=common.TINY, samples=8, minibatches=2, epochs=2, prompt=4, mean=4, longest=8, pairs=1)
+REAL = dict(samples=16, minibatches=2, epochs=2, mean=24, longest=64, pairs=3)
+REAL_SMOKE = dict(samples=4, minibatches=2, epochs=2, mean=4, longest=8, pairs=1)
+LEARNING_RATE = 1e-6
+OPEN_QUESTIONS = [
+    "Write a short story about a robot that learns to paint.", "Why is the sky blue?",
+    "Explain to a child how a bicycle stays upright.", "Give me three ideas for a birthday present.",
+    "What should I see if I have one day in Paris, and in which order?", "Write a poem about the sea.",
+    "Is it better to read a book or to watch the film first? Give reasons.", "How do I boil an egg?",
+]  # fmt: skip
 PHASES = ("rollout", "scoring", "updates", "whole iteration")
 
 
@@ -62,45 +83,58 @@ class ForcedLengths(transformers.LogitsProcessor):
 
 
 class Bench:
-    def __init__(self, shape, samples, minibatches, epochs, prompt, mean, longest, pairs):
-        self.samples, self.minibatches, self.epochs, self.longest = samples, minibatches, epochs, longest
-        self.folder, self.tokenizer = common.temporary_folder().name, common.character_tokenizer(shape["vocab_size"])
-        common.write_checkpoint(self.folder, self.tokenizer, prompt + longest, shape)
-        self.prompts = common.random_prompts(self.tokenizer, samples, prompt)
-        self.lengths = common.forced_lengths("log-normal", samples, mean, longest)
+    def __init__(self, folder, prompts, minibatches, epochs, mean, longest):
+        self.folder, self.prompts, self.samples = folder, prompts, len(prompts)
+        self.minibatches, self.epochs, self.longest = minibatches, epochs, longest
+        self.lengths = common.forced_lengths("log-normal", self.samples, mean, longest)
+        self.tokenizer = ppo_llm.HFTokenizer(folder)
+        self.ids = [self.tokenizer.encode_prompt(text) for text in prompts]
 
     def ours(self, compiled: str) -> list[float]:
+        """Seconds of PHASES in the second iteration."""
         silence = contextlib.redirect_stdout(io.StringIO())
-        with tempfile.TemporaryDirectory() as folder, silence, common.forced(ppo_llm, self.lengths):
+        no_export = unittest.mock.patch.object(ppo_llm, "save_hf_checkpoint")  # at the end of a run
+        with tempfile.TemporaryDirectory() as folder, silence, no_export, common.forced(ppo_llm, self.lengths):
             ppo_llm.train(ppo_llm.Args(
                 model=self.folder, env_id="Even-v0", env_kwargs=json.dumps({"prompts": self.prompts}),
                 log_dir=folder, run_name="run", num_iterations=2, rollout_batch_size=self.samples,
                 rollout_slots=self.samples, train_batch_size=self.samples // self.minibatches,
-                ppo_epochs=self.epochs, kl_coef=0.05, max_prompt_tokens=len(self.prompts[0]),
+                ppo_epochs=self.epochs, kl_coef=0.05, max_prompt_tokens=max(map(len, self.ids)),
                 max_new_tokens=self.longest, eval_episodes=1, save_every=0, compile=compiled,
-                micro_batch_tokens=2048, device="cpu"))  # fmt: skip
+                actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, micro_batch_tokens=2048, device="cpu"))  # fmt: skip
             row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
+        assert round(row["objective/response_tokens"] * self.samples) == sum(self.lengths), row
         phases = ("rollout", "score", "critic", "actor", "hand_over", "diagnose")
         seconds = {name: row[f"time/{name}"] for name in phases}
         return [seconds["rollout"], seconds["score"], seconds["critic"] + seconds["actor"], sum(seconds.values())]
 
-    def trl(self) -> list[float]:
-        load = lambda kind, **kwargs: kind.from_pretrained(self.folder, dtype=torch.float32, **kwargs)
+    def trl_tokenizer(self):
+        """With a pad token that occurs nowhere else: TRL masks it, EOS and turns of a chat included."""
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder, padding_side="left")
-        ids = [self.tokenizer.encode_prompt(text) for text in self.prompts]
-        data = datasets.Dataset.from_dict({"input_ids": ids})
-        clock, generate, eos, pad = [], ppo_trainer.batch_generation, self.tokenizer.eos_id, self.tokenizer.pad_id
+        used = {tokenizer.eos_token_id}.union(*self.ids)
+        free = [i for i in (tokenizer.pad_token_id, *tokenizer.all_special_ids) if i not in used]
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(free[0])
+        return tokenizer
 
-        def batch_generation(model, *rest):
+    def trl(self) -> list[float]:
+        """Seconds of PHASES in the second iteration."""
+        load = lambda kind, **kwargs: kind.from_pretrained(self.folder, dtype=torch.float32, **kwargs)
+        tokenizer = self.trl_tokenizer()
+        data = datasets.Dataset.from_dict({"input_ids": self.ids})
+        clock, generate, eos, pad = [], ppo_trainer.batch_generation, tokenizer.eos_token_id, tokenizer.pad_token_id
+
+        def batch_generation(model, queries, *rest):
             clock.append(time.perf_counter())
             sample = model.generate
             forced = transformers.LogitsProcessorList([ForcedLengths(self.lengths, eos, pad)])
             model.generate = lambda **kwargs: sample(logits_processor=forced, **kwargs)
             try:
-                return generate(model, *rest)
+                tokens, logits = generate(model, queries, *rest)
             finally:
                 model.generate = sample
                 clock.append(time.perf_counter())
+            assert (tokens[:, queries.shape[1] :] != pad).sum() == sum(self.lengths)
+            return tokens, logits
 
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             config = PPOConfig(
@@ -108,8 +142,10 @@ class Bench:
                 save_strategy="no", disable_tqdm=True, num_sample_generations=0, total_episodes=2 * self.samples,
                 per_device_train_batch_size=self.samples, gradient_accumulation_steps=1, kl_coef=0.05, temperature=1.0,
                 num_mini_batches=self.minibatches, num_ppo_epochs=self.epochs, response_length=self.longest,
-                local_rollout_forward_batch_size=self.samples, stop_token="eos")  # fmt: skip
+                local_rollout_forward_batch_size=self.samples, learning_rate=LEARNING_RATE,
+                stop_token="eos")  # fmt: skip
             policy, reference = (load(transformers.AutoModelForCausalLM) for _ in range(2))
+            policy.generation_config.pad_token_id = pad
             value = load(transformers.AutoModelForSequenceClassification, num_labels=1)
             trainer = PPOTrainer(config, tokenizer, policy, reference, FunctionReward(), data, value, eval_dataset=data)
             accumulate = trainer.accelerator.accumulate
@@ -135,32 +171,129 @@ class Even(common.Prompts):
         return "", sum(ord(c) % 2 for c in response) / max(1, len(response)), True, False, {}
 
 
-def main():
-    settings = SMOKE if "smoke" in sys.argv else CPU
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    common.gym.register("Even-v0", entry_point=Even)
-    bench = Bench(**settings)
-    sizes = ", ".join(f"{key} {value}" for key, value in settings.items() if key != "shape")
-    shape = ", ".join(f"{key} {value}" for key, value in settings["shape"].items())
-    print(f"{shape}; {sizes}; {sum(bench.lengths)} response tokens; {common.hardware(transformers, trl)}\n")
+def update_products(config: ppo_llm.ModelConfig, tokens: float, sampled: float) -> list[tuple]:
+    """Matrix products of an optimizer step of actor and critic: (how many, forwards, n, in, out).
+
+    A matrix [in, out] takes 2 * n * in * out FLOPs to multiply n positions by, and as many for each of the gradients of
+    inputs and of weights. In blocks n is the step's tokens, prompts included and padding not, in both models. The head
+    is the actor's, n the sampled tokens alone, and there are two forwards: the backward computes logits again.
+    Not counted: attention (scores and values, about 1 % at 70 tokens), the critic's head [in, 1], element-wise work.
+    """
+    hidden, inner, blocks = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    matrices = [
+        (1, hidden, queries),  # q_proj
+        (2, hidden, keys),  # k_proj, v_proj
+        (1, queries, hidden),  # o_proj
+        (2, hidden, inner),  # gate_proj, up_proj
+        (1, inner, hidden),  # down_proj
+    ]
+    in_blocks = [(2 * blocks * count, 1, tokens, *shape) for count, *shape in matrices]
+    return [*in_blocks, (1, 2, sampled, hidden, config.vocab_size)]
+
+
+def flops(products: list[tuple]) -> float:
+    return sum(count * (forwards + 2) * 2 * n * rows * columns for count, forwards, n, rows, columns in products)
+
+
+def gemm_rate(products: list[tuple]) -> float:
+    """FLOP/s of these products alone, float32."""
+    seconds = 0.0
+    for count, forwards, n, rows, columns in products:
+        x, weight, grad = torch.randn(n, rows), torch.randn(columns, rows), torch.randn(n, columns)
+        seconds += count * forwards * common.median_seconds(lambda: torch.mm(x, weight.T))
+        seconds += count * common.median_seconds(lambda: torch.mm(grad, weight))
+        seconds += count * common.median_seconds(lambda: torch.mm(grad.T, x))
+    return flops(products) / seconds
+
+
+def compare(bench: Bench, pairs: int, after_pair=lambda: None) -> dict[str, list]:
+    """Prints the table of seconds; returns {side: runs, each the seconds of PHASES}."""
     runs, steps, step = {"ours": [], "--compile on": [], "TRL": []}, [0], torch.optim.AdamW.step
     torch.optim.AdamW.step = lambda *args, **kwargs: (steps.__setitem__(0, steps[0] + 1), step(*args, **kwargs))[1]
     sides = [("ours", lambda: bench.ours("off"), 2), ("--compile on", lambda: bench.ours("on"), 2),
              ("TRL", bench.trl, 1)]  # one optimizer for both  # fmt: skip
     bench.ours("on")  # compiles
-    for _ in range(settings["pairs"]):
+    for _ in range(pairs):
         for name, run, models in sides:
             steps[0] = 0
             runs[name].append(run())
-            assert steps[0] == 2 * models * settings["epochs"] * settings["minibatches"], steps
+            assert steps[0] == 2 * models * bench.epochs * bench.minibatches, steps
+        after_pair()
     common.table(["seconds, median (range)", *runs, "TRL / ours", "TRL / --compile on"])
     for i, phase in enumerate(PHASES):
         *ours, theirs = ([run[i] for run in runs[side]] for side in runs)
         ratios = [[b / a for a, b in zip(side, theirs, strict=True)] for side in ours]
         common.line([phase, *map(common.spread, [*ours, theirs, *ratios])])
+    return runs
+
+
+def random_model(shape, samples, prompt, pairs, **sizes):
+    folder, tokenizer = common.temporary_folder().name, common.character_tokenizer(shape["vocab_size"])
+    common.write_checkpoint(folder, tokenizer, prompt + sizes["longest"], shape)
+    bench = Bench(folder, common.random_prompts(tokenizer, samples, prompt), **sizes)
+    shape, sizes = (", ".join(f"{key} {value}" for key, value in x.items())
+                    for x in (shape, dict(samples=samples, prompt=prompt, pairs=pairs) | sizes))  # fmt: skip
+    print(f"{shape}; {sizes}; {sum(bench.lengths)} response tokens; {common.hardware(transformers, trl)}\n")
+    compare(bench, pairs)
+
+
+def real_bench(folder: str, samples: int, pairs: int, **sizes) -> Bench:
+    """Half the prompts are sums, half open questions."""
+    return Bench(folder, [*common.sums(samples // 2), *OPEN_QUESTIONS[: samples // 2]], **sizes)
+
+
+def real_model(folder: str, settings: dict):
+    bench, pairs = real_bench(folder, **settings), settings["pairs"]
+    sampled = sum(bench.lengths)
+    tokens = sum(map(len, bench.ids)) + sampled
+    sizes = ", ".join(f"{key} {value}" for key, value in settings.items())
+    print(f"{folder}; {sizes}; {tokens} tokens, {sampled} of them sampled; "
+          f"{common.hardware(transformers, trl)}\n", flush=True)  # fmt: skip
+    memory = []
+    for side in ("ours", "trl"):  # before this process takes memory
+        smoke = ["smoke"] * (settings == REAL_SMOKE)
+        command = [sys.executable, "-W", "ignore", __file__, "real", folder, "memory", side, *smoke]
+        out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        memory.append(f"{int(out.split()[-1]) / 1e9:.2f}")
+    config = ppo_llm.load_config(folder)
+    products = update_products(config, tokens // bench.minibatches, sampled // bench.minibatches)
+    rates = [gemm_rate(products)]
+    runs = compare(bench, pairs, lambda: rates.append(gemm_rate(products)))
+    rate, work = statistics.median(rates), flops(products) * bench.minibatches * bench.epochs
+    updates = PHASES.index("updates")
+    shares = [[work / run[updates] / rate for run in side] for side in runs.values()]
+    print()
+    common.table(["", *runs], [["updates, share of the GEMM limit", *map(common.spread, shares)]])
+    print(f"\nUpdates need {work / 1e12:.2f} TFLOP, the GEMMs alone make "
+          f"{common.spread([x / 1e9 for x in rates])} GFLOP/s.\n")  # fmt: skip
+    common.table(["", "ours", "TRL"], [["peak memory, GB", *memory]])
+
+
+def print_peak_memory(folder: str, side: str, settings: dict):
+    bench = real_bench(folder, **settings)
+    peak = lambda: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
+    before = peak()
+    bench.ours("off") if side == "ours" else bench.trl()
+    print(peak() - before)
+
+
+def main():
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    common.gym.register("Even-v0", entry_point=Even)
+    smoke = "smoke" in sys.argv
+    real, folder, *rest = [*sys.argv[1:], "", ""]
+    if real != "real":
+        random_model(**(SMOKE if smoke else CPU))
+        return
+    settings = REAL_SMOKE if smoke else REAL
+    if rest[0] == "memory":
+        print_peak_memory(folder, rest[1], settings)
+    else:
+        real_model(folder, settings | ({"pairs": int(rest[0])} if rest[0].isdigit() else {}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Memory and time of the chunked log-probabilities against full logits, forward and backward.
 
     python benchmarks/token_logprobs.py [positions] [vocabulary] [width]
+    python benchmarks/token_logprobs.py real FOLDER [positions]    # weight: the head of a Hugging Face checkpoint
 
 Each side's memory is measured in a process of its own (peak resident memory above what the inputs took, or the GPU's
-allocator); time in one process, both sides in turn, median of the pairs' ratios.
+allocator), which depends on shapes alone and is therefore always that of a random weight; time in one process, both
+sides in turn, median of the pairs' ratios.
 """
 
 import platform
@@ -18,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from ppo_llm import token_logprobs
+from ppo_llm import load_hf_checkpoint, token_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -43,17 +45,24 @@ def step(function, hidden, weight, targets):
         torch.cuda.synchronize()
 
 
-def inputs(n, vocabulary, width):
+def inputs(n, vocabulary, width, weight=None):
     torch.manual_seed(0)
     hidden = torch.randn(n, width, device=DEVICE, requires_grad=True)
-    weight = (torch.randn(vocabulary, width, device=DEVICE) / width**0.5).requires_grad_()
-    return hidden, weight, torch.randint(vocabulary, (n,), device=DEVICE)
+    if weight is None:
+        weight = torch.randn(vocabulary, width, device=DEVICE) / width**0.5
+    return hidden, weight.requires_grad_(), torch.randint(vocabulary, (n,), device=DEVICE)
 
 
 def main():
-    sizes = [int(x) for x in sys.argv[1:4]] or [4096, 32000, 512]
+    weight = None  # random
+    if sys.argv[1:2] == ["real"]:
+        actor, _ = load_hf_checkpoint(sys.argv[2], device=DEVICE)
+        weight = actor.lm_head.weight.detach()
+        sizes = [int(sys.argv[3]) if len(sys.argv) > 3 else 4096, *weight.shape]
+    else:
+        sizes = [int(x) for x in sys.argv[1:4]] or [4096, 32000, 512]
     sides = {"full": full_logits, "chunked": token_logprobs}
-    if len(sys.argv) > 4:  # the child process: print the peak of one side
+    if weight is None and len(sys.argv) > 4:  # the child process: print the peak of one side
         data = inputs(*sizes)
         step(sides[sys.argv[4]], *inputs(16, 64, 16))  # load what a first backward loads
         before = peak_memory()
@@ -64,7 +73,7 @@ def main():
     for side in sides:
         command = [sys.executable, __file__, *map(str, sizes), side]
         memory[side] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1e6
-    data, times = inputs(*sizes), {side: [] for side in sides}
+    data, times = inputs(*sizes, weight), {side: [] for side in sides}
     gradients = {}
     for repeat in range(6):
         for side, function in sides.items():
