@@ -251,7 +251,7 @@ def real_model(folder: str, settings: dict):
     print(f"{folder}; {sizes}; {tokens} tokens, {sampled} of them sampled; "
           f"{common.hardware(transformers, trl)}\n", flush=True)  # fmt: skip
     memory = []
-    for side in ("ours", "trl"):  # before this process takes memory
+    for side in ("ours", "trl"):  # before this process grows: on Linux the peak of a child begins at its parent's
         smoke = ["smoke"] * (settings == REAL_SMOKE)
         command = [sys.executable, "-W", "ignore", __file__, "real", folder, "memory", side, *smoke]
         out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout

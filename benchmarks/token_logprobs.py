@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from ppo_llm import load_hf_checkpoint, token_logprobs
+from ppo_llm import load_config, load_hf_checkpoint, token_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -54,15 +54,14 @@ def inputs(n, vocabulary, width, weight=None):
 
 
 def main():
-    weight = None  # random
-    if sys.argv[1:2] == ["real"]:
-        actor, _ = load_hf_checkpoint(sys.argv[2], device=DEVICE)
-        weight = actor.lm_head.weight.detach()
-        sizes = [int(sys.argv[3]) if len(sys.argv) > 3 else 4096, *weight.shape]
+    real = sys.argv[1:2] == ["real"]
+    if real:
+        config = load_config(sys.argv[2])
+        sizes = [int(sys.argv[3]) if len(sys.argv) > 3 else 4096, config.vocab_size, config.hidden_size]
     else:
         sizes = [int(x) for x in sys.argv[1:4]] or [4096, 32000, 512]
     sides = {"full": full_logits, "chunked": token_logprobs}
-    if weight is None and len(sys.argv) > 4:  # the child process: print the peak of one side
+    if not real and len(sys.argv) > 4:  # the child process: print the peak of one side
         data = inputs(*sizes)
         step(sides[sys.argv[4]], *inputs(16, 64, 16))  # load what a first backward loads
         before = peak_memory()
@@ -70,9 +69,13 @@ def main():
         print(peak_memory() - before)
         return
     memory = {}
-    for side in sides:
+    for side in sides:  # before this process grows: on Linux the peak of a child begins at that of its parent
         command = [sys.executable, __file__, *map(str, sizes), side]
         memory[side] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1e6
+    weight = None  # random
+    if real:
+        actor, _ = load_hf_checkpoint(sys.argv[2], device=DEVICE)
+        weight = actor.lm_head.weight.detach()
     data, times = inputs(*sizes, weight), {side: [] for side in sides}
     gradients = {}
     for repeat in range(6):
