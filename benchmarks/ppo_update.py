@@ -1,22 +1,20 @@
 """One PPO iteration of `ppo_llm.py` against TRL's `PPOTrainer`, the last there was (trl 1.12.0, trl.experimental.ppo).
 
-    python benchmarks/ppo_update.py           # CPU, one thread, float32, about ten minutes
-    python benchmarks/ppo_update.py smoke     # seconds: does it run
-    python benchmarks/ppo_update.py real FOLDER [pairs]           # a Hugging Face checkpoint, 3 pairs
-    python benchmarks/ppo_update.py real FOLDER memory ours|trl   # prints the bytes of one side; the above runs it
-    python benchmarks/ppo_update.py real FOLDER smoke             # one pair of short responses
+    python benchmarks/ppo_update.py                        # a random model; CPU, one thread, float32, fifteen minutes
+    python benchmarks/ppo_update.py smoke                  # a minute: does it run
+    python benchmarks/ppo_update.py real FOLDER [pairs]    # a Hugging Face checkpoint, 3 pairs
+    python benchmarks/ppo_update.py real FOLDER smoke      # one pair of short responses
 
 The same model for actor, critic and reference (a random Qwen2 or the checkpoint), the same prompts, response lengths
 (log-normal, forced), epochs, minibatches, optimizer steps and learning rate; the reward is a function, which TRL is
-given disguised as a reward model. Runs of two iterations each, in turn in one process, of which the second counts. TRL
-runs without its defaults of bfloat16 and gradient checkpointing, which cost time here, samples and scores the whole
-batch at once, and computes a minibatch in one piece, since more gradient accumulation would mean fewer steps there.
-Ours cuts minibatches at 2048 tokens: of its flags that change no numbers this was chosen for a small model on a CPU.
-Ours clips gradients, TRL's PPOTrainer does not.
+given disguised as a reward model. Each run is a process of its own, sides in turn; its last iteration counts, the
+second or, where the first ones compile, the third. TRL runs without its defaults of bfloat16 and gradient
+checkpointing, which cost time here, samples and scores the whole batch at once, and computes a minibatch in one piece,
+since more gradient accumulation would mean fewer steps there. Ours cuts minibatches at 2048 tokens: of its flags that
+change no numbers this was chosen for a CPU. Ours clips gradients, TRL's PPOTrainer does not.
 
-With a checkpoint also the updates' share of the GEMM limit: the FLOPs that real tokens need, per second, over those of
-the same matrix products alone (`update_products`); and the peak of resident memory of a process that runs two
-iterations of one side, above what it took before it loaded a model.
+Also the updates' share of the GEMM limit: the FLOPs that real tokens need, per second, over those of the same matrix
+products alone (`update_products`); and the peak of resident memory, above what a process took before it loaded a model.
 """
 
 import contextlib
@@ -35,6 +33,7 @@ from pathlib import Path
 
 import common
 import datasets
+import psutil
 import torch
 import transformers
 import trl
@@ -90,14 +89,14 @@ class Bench:
         self.tokenizer = ppo_llm.HFTokenizer(folder)
         self.ids = [self.tokenizer.encode_prompt(text) for text in prompts]
 
-    def ours(self, compiled: str) -> list[float]:
-        """Seconds of PHASES in the second iteration."""
+    def ours(self, compiled: str, iterations: int) -> list[float]:
+        """Seconds of PHASES in the last iteration."""
         silence = contextlib.redirect_stdout(io.StringIO())
         no_export = unittest.mock.patch.object(ppo_llm, "save_hf_checkpoint")  # at the end of a run
         with tempfile.TemporaryDirectory() as folder, silence, no_export, common.forced(ppo_llm, self.lengths):
             ppo_llm.train(ppo_llm.Args(
                 model=self.folder, env_id="Even-v0", env_kwargs=json.dumps({"prompts": self.prompts}),
-                log_dir=folder, run_name="run", num_iterations=2, rollout_batch_size=self.samples,
+                log_dir=folder, run_name="run", num_iterations=iterations, rollout_batch_size=self.samples,
                 rollout_slots=self.samples, train_batch_size=self.samples // self.minibatches,
                 ppo_epochs=self.epochs, kl_coef=0.05, max_prompt_tokens=max(map(len, self.ids)),
                 max_new_tokens=self.longest, eval_episodes=1, save_every=0, compile=compiled,
@@ -207,75 +206,64 @@ def gemm_rate(products: list[tuple]) -> float:
     return flops(products) / seconds
 
 
-def compare(bench: Bench, pairs: int, after_pair=lambda: None) -> dict[str, list]:
-    """Prints the table of seconds; returns {side: runs, each the seconds of PHASES}."""
-    runs, steps, step = {"ours": [], "--compile on": [], "TRL": []}, [0], torch.optim.AdamW.step
+def one_run(settings: dict, side: str) -> dict:
+    """Seconds of PHASES, and bytes of memory, in this process."""
+    bench, steps, step = Bench(**settings), [0], torch.optim.AdamW.step
     torch.optim.AdamW.step = lambda *args, **kwargs: (steps.__setitem__(0, steps[0] + 1), step(*args, **kwargs))[1]
-    sides = [("ours", lambda: bench.ours("off"), 2), ("--compile on", lambda: bench.ours("on"), 2),
-             ("TRL", bench.trl, 1)]  # one optimizer for both  # fmt: skip
-    bench.ours("on")  # compiles
+    before = psutil.Process().memory_info().rss
+    if side == "TRL":
+        seconds, iterations, optimizers = bench.trl(), 2, 1  # actor and critic share it
+    else:
+        iterations, optimizers = 3 if side == "--compile on" else 2, 2
+        seconds = bench.ours("on" if side == "--compile on" else "off", iterations)
+    assert steps[0] == iterations * optimizers * bench.epochs * bench.minibatches, steps
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
+    return dict(zip(PHASES, seconds, strict=True)) | {"bytes": peak - before}
+
+
+def compare(settings: dict, pairs: int):
+    """Prints the tables."""
+    bench = Bench(**settings)
+    sampled = sum(bench.lengths)
+    tokens = sum(map(len, bench.ids)) + sampled
+    print(f"{pairs} pairs, {bench.samples} samples, {tokens} tokens, {sampled} of them sampled; "
+          f"{common.hardware(transformers, trl)}\n", flush=True)  # fmt: skip
+    minibatch = tokens // bench.minibatches, sampled // bench.minibatches
+    products = update_products(ppo_llm.load_config(bench.folder), *minibatch)
+    runs, rates = {"ours": [], "--compile on": [], "TRL": []}, [gemm_rate(products)]
     for _ in range(pairs):
-        for name, run, models in sides:
-            steps[0] = 0
-            runs[name].append(run())
-            assert steps[0] == 2 * models * bench.epochs * bench.minibatches, steps
-        after_pair()
+        for side in runs:
+            command = [sys.executable, "-W", "ignore", __file__, "run", json.dumps(settings), side]
+            out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            runs[side].append(json.loads(out.splitlines()[-1]))
+            print(side, runs[side][-1], file=sys.stderr, flush=True)
+        rates.append(gemm_rate(products))
     common.table(["seconds, median (range)", *runs, "TRL / ours", "TRL / --compile on"])
-    for i, phase in enumerate(PHASES):
-        *ours, theirs = ([run[i] for run in runs[side]] for side in runs)
+    for phase in PHASES:
+        *ours, theirs = ([run[phase] for run in side] for side in runs.values())
         ratios = [[b / a for a, b in zip(side, theirs, strict=True)] for side in ours]
         common.line([phase, *map(common.spread, [*ours, theirs, *ratios])])
-    return runs
+    work = flops(products) * bench.minibatches * bench.epochs
+    rate = statistics.median(rates)
+    shares = [common.spread([work / run["updates"] / rate for run in side]) for side in runs.values()]
+    common.line(["updates, share of the GEMM limit", *shares, "", ""])
+    memory = [common.spread([run["bytes"] / 1e9 for run in side]) for side in runs.values()]
+    common.line(["peak memory, GB", *memory, "", ""])
+    print(f"\nUpdates need {work / 1e12:.2f} TFLOP, the GEMMs alone make "
+          f"{common.spread([x / 1e9 for x in rates])} GFLOP/s.")  # fmt: skip
 
 
 def random_model(shape, samples, prompt, pairs, **sizes):
     folder, tokenizer = common.temporary_folder().name, common.character_tokenizer(shape["vocab_size"])
     common.write_checkpoint(folder, tokenizer, prompt + sizes["longest"], shape)
-    bench = Bench(folder, common.random_prompts(tokenizer, samples, prompt), **sizes)
-    shape, sizes = (", ".join(f"{key} {value}" for key, value in x.items())
-                    for x in (shape, dict(samples=samples, prompt=prompt, pairs=pairs) | sizes))  # fmt: skip
-    print(f"{shape}; {sizes}; {sum(bench.lengths)} response tokens; {common.hardware(transformers, trl)}\n")
-    compare(bench, pairs)
+    print(", ".join(f"{key} {value}" for key, value in shape.items()))
+    compare(dict(folder=folder, prompts=common.random_prompts(tokenizer, samples, prompt), **sizes), pairs)
 
 
-def real_bench(folder: str, samples: int, pairs: int, **sizes) -> Bench:
+def real_model(folder: str, samples: int, pairs: int, **sizes):
     """Half the prompts are sums, half open questions."""
-    return Bench(folder, [*common.sums(samples // 2), *OPEN_QUESTIONS[: samples // 2]], **sizes)
-
-
-def real_model(folder: str, settings: dict):
-    bench, pairs = real_bench(folder, **settings), settings["pairs"]
-    sampled = sum(bench.lengths)
-    tokens = sum(map(len, bench.ids)) + sampled
-    sizes = ", ".join(f"{key} {value}" for key, value in settings.items())
-    print(f"{folder}; {sizes}; {tokens} tokens, {sampled} of them sampled; "
-          f"{common.hardware(transformers, trl)}\n", flush=True)  # fmt: skip
-    memory = []
-    for side in ("ours", "trl"):  # before this process grows: on Linux the peak of a child begins at its parent's
-        smoke = ["smoke"] * (settings == REAL_SMOKE)
-        command = [sys.executable, "-W", "ignore", __file__, "real", folder, "memory", side, *smoke]
-        out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-        memory.append(f"{int(out.split()[-1]) / 1e9:.2f}")
-    config = ppo_llm.load_config(folder)
-    products = update_products(config, tokens // bench.minibatches, sampled // bench.minibatches)
-    rates = [gemm_rate(products)]
-    runs = compare(bench, pairs, lambda: rates.append(gemm_rate(products)))
-    rate, work = statistics.median(rates), flops(products) * bench.minibatches * bench.epochs
-    updates = PHASES.index("updates")
-    shares = [[work / run[updates] / rate for run in side] for side in runs.values()]
-    print()
-    common.table(["", *runs], [["updates, share of the GEMM limit", *map(common.spread, shares)]])
-    print(f"\nUpdates need {work / 1e12:.2f} TFLOP, the GEMMs alone make "
-          f"{common.spread([x / 1e9 for x in rates])} GFLOP/s.\n")  # fmt: skip
-    common.table(["", "ours", "TRL"], [["peak memory, GB", *memory]])
-
-
-def print_peak_memory(folder: str, side: str, settings: dict):
-    bench = real_bench(folder, **settings)
-    peak = lambda: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
-    before = peak()
-    bench.ours("off") if side == "ours" else bench.trl()
-    print(peak() - before)
+    prompts = [*common.sums(samples // 2), *OPEN_QUESTIONS[: samples // 2]]
+    compare(dict(folder=folder, prompts=prompts, **sizes), pairs)
 
 
 def main():
@@ -285,15 +273,14 @@ def main():
     warnings.simplefilter("ignore")
     common.gym.register("Even-v0", entry_point=Even)
     smoke = "smoke" in sys.argv
-    real, folder, *rest = [*sys.argv[1:], "", ""]
-    if real != "real":
-        random_model(**(SMOKE if smoke else CPU))
-        return
-    settings = REAL_SMOKE if smoke else REAL
-    if rest[0] == "memory":
-        print_peak_memory(folder, rest[1], settings)
+    what, *rest = [*sys.argv[1:], "random"]
+    if what == "run":
+        print(json.dumps(one_run(json.loads(rest[0]), rest[1])))
+    elif what == "real":
+        pairs = {"pairs": int(rest[1])} if rest[1].isdigit() else {}
+        real_model(rest[0], **(REAL_SMOKE if smoke else REAL | pairs))
     else:
-        real_model(folder, settings | ({"pairs": int(rest[0])} if rest[0].isdigit() else {}))
+        random_model(**(SMOKE if smoke else CPU))
 
 
 if __name__ == "__main__":
