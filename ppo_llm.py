@@ -10,8 +10,8 @@ reward still to come, and a frozen copy of the actor (the reference) limits how 
     torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # models sharded over eight GPUs
 
 Part I is PPO: 1. arguments, 2. rollout, 3. mathematics, 4. training loop (`ppo`). Part II is what it stands on: 5.
-transformer, 6. tokenizer and Hugging Face checkpoints, 7. text environments, 8. why is the ratio stuck at 1, 9. ranks,
-sharding, building the models, 10. run folder, saving, resuming.
+transformer, 6. tokenizer and Hugging Face checkpoints, 7. text environments, 8. metrics, evaluation, why the ratio is
+stuck at 1, 9. ranks, sharding, building the models, 10. run folder, saving, resuming.
 
 Terminology. The actor is the policy being trained, and it also samples, through a whole copy on every rank (the
 sampler). The old policy is the actor before the updates of an iteration; it exists only as `old_logprobs`. A sample is
@@ -37,19 +37,18 @@ import functools
 import json
 import math
 import os
-import queue
 import random
 import re
 import shutil
 import signal
 import sys
-import threading
 import time
 import types
 import warnings
 import zlib
 from collections import namedtuple
 from dataclasses import dataclass, field
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Literal
 
@@ -96,7 +95,7 @@ class Args:
     num_iterations: int = 270  # rollouts, each with its updates
     rollout_batch_size: int = 256  # prompts per iteration
     n_samples_per_prompt: int = 1
-    rollout_slots: int = 512  # samples decoded at once on each rank
+    rollout_slots: int = 256  # samples decoded at once on each rank
     max_prompt_tokens: int | None = None  # default 16, with --model 512
     max_new_tokens: int | None = None  # feedback included; default 8, with --model 256
     temperature: float = 1.0  # in sampling, old, new and reference log-probs
@@ -106,8 +105,8 @@ class Args:
     ppo_epochs: int = 2  # passes of the actor over a rollout
     critic_epochs: int | None = None  # passes of the critic; default ppo_epochs
     train_batch_size: int = 64  # samples per optimizer step
-    micro_batch_tokens: int = 16384  # tokens per forward and rank
-    actor_lr: float | None = None  # default 5e-4, with --model 1e-6
+    micro_batch_tokens: int = 4096  # tokens per forward and rank
+    actor_lr: float | None = None  # default 5e-4, with --model 1e-5
     critic_lr: float | None = None  # default 1e-3, with --model 1e-5
     adam_beta1: float | None = None  # Adam's momentum; default 0.5, with --model 0.9
     lr_end: float = 0.05  # learning rates decay linearly to this share
@@ -585,18 +584,6 @@ def linear_schedule(first: float, end_fraction: float, step: int, total_steps: i
     return first * (1 - (1 - end_fraction) * min(1.0, step / max(1, total_steps)))
 
 
-def read_step(parts: list[dict], grad_norm: Tensor, n_tokens: int, ranks: Ranks) -> dict[str, float]:
-    """Sums of `parts` {name: tensor} over microbatches and ranks, of dev_max the maximum."""
-    table = torch.stack([torch.stack([x.detach().double() for x in part.values()]) for part in parts])
-    sums, peaks = ranks.sum(table.sum(0)), ranks.sum(table.amax(0), dist.ReduceOp.MAX)  # [names]
-    numbers = torch.stack([sums, peaks, full(grad_norm).expand_as(sums)]).tolist()  # the host waits, once a step
-    step = dict(zip(parts[0], numbers[0]))
-    if "dev_max" in step:
-        step["dev_max"] = dict(zip(parts[0], numbers[1]))["dev_max"]
-    norm = numbers[2][0]
-    return step | {"tokens": n_tokens, "grad_norm": norm, "skipped": not math.isfinite(norm)}
-
-
 def optimizer_step(optimizer: torch.optim.Optimizer, step: dict) -> None:
     """Skipped if the gradient is not finite."""
     optimizer.param_groups[0]["lr"] = step["lr"]
@@ -629,6 +616,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     run = RunFolder(args, state, world)
     stack.push(run)
     print0(f"{run.path}: {device.type}, {dtype}, {world.size} ranks\n{step_table(args, plan)}")
+    print0(memory_line(models, min(args.rollout_slots, -(-N // players.size)), args))
     signals_received = catch_signals(stack)
     play = functools.partial(rollout_on_ranks, world, sampler, tokenizer)
     stop_ids = torch.tensor(tokenizer.stop_ids, device=device)
@@ -1263,22 +1251,7 @@ gym.register("SortDigits-v0", entry_point=SortDigits)
 gym.register("GSM8K-v0", entry_point=GSM8K)
 
 
-@functools.cache
-def env_calls(threads: int) -> queue.SimpleQueue:
-    """The queue of calls, (function, queue for the answer), that `threads` daemon threads serve."""
-    calls = queue.SimpleQueue()
-
-    def work():
-        while True:
-            function, answers = calls.get()
-            try:
-                answers.put((function(), None))
-            except Exception as error:
-                answers.put((None, error))
-
-    for _ in range(threads):
-        threading.Thread(target=work, daemon=True).start()
-    return calls
+env_threads = functools.cache(ThreadPool)  # of daemons: one that hangs does not keep the process alive
 
 
 class EnvCall:
@@ -1286,18 +1259,18 @@ class EnvCall:
 
     def __init__(self, env: gym.Env, method: str, where: str, args: Args, *arguments, **keywords):
         self.env, self.method, self.where, self.timeout = env, method, where, args.env_timeout
-        self.answers = queue.SimpleQueue()  # one will come
-        calls = env_calls(max(512, 2 * args.rollout_slots))  # more threads than calls at a time
-        calls.put((functools.partial(getattr(env, method), *arguments, **keywords), self.answers))
+        threads = env_threads(max(512, 2 * args.rollout_slots))  # more than calls at a time
+        self.answer = threads.apply_async(getattr(env, method), arguments, keywords)
         self.deadline = time.monotonic() + args.env_timeout
 
     def result(self) -> tuple:
         """Wait for (prompt, info) or (text, reward, terminated, truncated, info). Raises UserError."""
+        self.answer.wait(self.deadline - time.monotonic())
+        if not self.answer.ready():
+            raise self.error(f"gave no answer within --env-timeout {self.timeout:g} s")
         try:
-            value, error = self.answers.get(timeout=max(0.0, self.deadline - time.monotonic()))
-        except queue.Empty:
-            raise self.error(f"gave no answer within --env-timeout {self.timeout:g} s") from None
-        if error:
+            value = self.answer.get()
+        except Exception as error:
             raise self.error(f"raised {type(error).__name__}: {error}") from error
         try:
             text, *numbers, info = value
@@ -1328,7 +1301,72 @@ def make_envs(args: Args, samples: int, players: Ranks, evaluation: bool = False
         return [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
 
 
-# === 8. Why is the ratio stuck at 1? ===
+# === 8. Metrics, evaluation, why the ratio is stuck at 1 ===
+
+
+def read_step(parts: list[dict], grad_norm: Tensor, n_tokens: int, ranks: Ranks) -> dict[str, float]:
+    """Sums of `parts` {name: tensor} over microbatches and ranks, of dev_max the maximum."""
+    table = torch.stack([torch.stack([x.detach().double() for x in part.values()]) for part in parts])
+    sums, peaks = ranks.sum(table.sum(0)), ranks.sum(table.amax(0), dist.ReduceOp.MAX)  # [names]
+    numbers = torch.stack([sums, peaks, full(grad_norm).expand_as(sums)]).tolist()  # the host waits, once a step
+    step = dict(zip(parts[0], numbers[0]))
+    if "dev_max" in step:
+        step["dev_max"] = dict(zip(parts[0], numbers[1]))["dev_max"]
+    norm = numbers[2][0]
+    return step | {"tokens": n_tokens, "grad_norm": norm, "skipped": not math.isfinite(norm)}
+
+
+def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, trainers) -> dict:
+    """A line of metrics.jsonl. Means over steps are weighted by tokens; skipped steps do not count."""
+    N, mask, seconds = len(experience), experience.mask, clock[-1] - clock[0]
+    returns, values = experience.returns[mask], experience.values[mask]
+    row = batch.stats | {
+        "iteration": state.iteration - 1, "charts/episodes": state.iteration * N,
+        "charts/actor_steps": state.actor_steps, "objective/reward": float(experience.scores.mean()),
+        "objective/accuracy": sum(batch.success) / N, "objective/response_tokens": signals["tokens"] / N,
+        "objective/entropy": -float(masked_mean(experience.old_logprobs, mask)),
+        "objective/truncated": float(experience.truncated.float().mean()),
+        "objective/kl": float(experience.kl.mean()) if args.kl_coef else None,
+        "losses/explained_variance": float(1 - (returns - values).var() / returns.var()), "time/iteration": seconds,
+        "perf/response_tokens_per_second": signals["tokens"] / seconds,
+        "perf/peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
+    }
+    row |= {f"ratio/{name}": value for name, value in signals.items()}
+    sampler_diff = row.pop("ratio/sampler_diff")  # 0 if the sampler's log-probs are the old ones
+    row["debug/sampler_trainer_logprob_diff"] = sampler_diff if args.recompute_old_logprobs else None
+    if args.rollout_is_cap:
+        weights = (experience.old_logprobs - experience.logprobs).exp()  # 1 outside the mask
+        row["rollout/is_weight_mean"] = float(masked_mean(weights, mask))
+        row["rollout/is_weight_max"] = float(weights.max())
+        row["rollout/is_capped"] = float(masked_mean((weights > args.rollout_is_cap).float(), mask))
+    row["ratio/steps"] = actor_steps  # statistics of each, instead of their number
+    for phase, start, end in zip(("rollout", "score", "critic", "actor", "hand_over", "diagnose"), clock, clock[1:]):
+        row[f"time/{phase}"] = end - start
+    row["time/ranks"] = [[t - times[0] for t in times] for times in trainers.gather(clock)]
+    for model, steps in (("actor", actor_steps), ("critic", critic_steps)):
+        made = [step for step in steps if not step["skipped"]]
+        row[f"grad/skipped_{model}"] = len(steps) - len(made)
+        row[f"grad/{model}_norm"] = token_mean(made, "grad_norm")
+        row[f"charts/{model}_lr"] = steps[-1]["lr"] if steps else None
+        for name in made[0].keys() - {"tokens", "grad_norm", "skipped", "lr", "dev_max"} if made else ():
+            row[f"losses/{name}"] = token_mean(made, name)
+    return row
+
+
+def token_mean(steps: list[dict], name: str) -> float | None:
+    """Mean over the tokens of the steps, None without any."""
+    tokens = sum(step["tokens"] for step in steps)
+    return sum(step[name] * step["tokens"] for step in steps) / tokens if tokens else None
+
+
+def evaluate(play, envs: list, args: Args, iteration: int) -> dict[str, float]:
+    """Means over episodes sampled at temperature 1, and greedy accuracy."""
+    args, N = dataclasses.replace(args, temperature=1.0), args.eval_episodes
+    sampled = play(envs, range(N), args, -1 - iteration)  # negative: other noise than in training
+    greedy = play(envs, range(N), args, -1 - iteration, greedy=True)
+    return {"accuracy": sum(sampled.success) / N, "greedy_accuracy": sum(greedy.success) / N,
+            "reward": float(sampled.rewards.sum()) / N, "response_tokens": float(sampled.mask.sum()) / N}
+
 
 Diagnosis = namedtuple("Diagnosis", "cause evidence advice")
 
@@ -1382,9 +1420,9 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
 
 
 def probe_weights(actor: Transformer | None) -> Tensor:
-    """Some 4,096 elements of this rank's part of every weight, in one tensor."""
-    weights = [p.to_local() if isinstance(p, DTensor) else p for p in (actor.parameters() if actor else ())]
-    parts = [p.detach().flatten()[:: 1 + p.numel() // 2**12] for p in weights]
+    """Some 16,384 elements of this rank's part of every weight, in one tensor."""
+    weights = [local(p).detach() for p in (actor.parameters() if actor else ())]
+    parts = [p.flatten()[:: 1 + p.numel() // 2**14] for p in weights]
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
@@ -1423,7 +1461,7 @@ SFT_BATCH_SIZE = 256  # demonstrations per step
 progress = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 or None)
 DEFAULTS = {  # without --model, with --model
     "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (60, 0), "sft_lr": (1.3e-3, 1e-5),
-    "actor_lr": (5e-4, 1e-6), "critic_lr": (1e-3, 1e-5), "adam_beta1": (0.5, 0.9), "kl_coef": (0.02, 0.01),
+    "actor_lr": (5e-4, 1e-5), "critic_lr": (1e-3, 1e-5), "adam_beta1": (0.5, 0.9), "kl_coef": (0.02, 0.01),
 }
 AT_MOST_1 = "gamma gae_lambda lr_end ref_sync_alpha clip_low".split()
 MAY_BE_0 = """seed sft_steps sft_lr actor_lr critic_lr adam_beta1 lr_end gamma gae_lambda kl_coef rollout_is_cap
@@ -1610,6 +1648,11 @@ def full(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a tensor, which may be sharded."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 @torch.no_grad()
 def copy_weights(source, target, sources: Ranks, ranks: Ranks, skip=()) -> None:
     """Copy model `source`, sharded over `sources`, to `target`, tensor by tensor, but for the names to `skip`.
@@ -1746,15 +1789,6 @@ def rollout_on_ranks(world, sampler, tokenizer, envs, seeds, args, iteration, gr
     return concatenate([each for each in world.gather(part) if each])
 
 
-def evaluate(play, envs: list, args: Args, iteration: int) -> dict[str, float]:
-    """Means over episodes sampled at temperature 1, and greedy accuracy."""
-    args, N = dataclasses.replace(args, temperature=1.0), args.eval_episodes
-    sampled = play(envs, range(N), args, -1 - iteration)  # negative: other noise than in training
-    greedy = play(envs, range(N), args, -1 - iteration, greedy=True)
-    return {"accuracy": sum(sampled.success) / N, "greedy_accuracy": sum(greedy.success) / N,
-            "reward": float(sampled.rewards.sum()) / N, "response_tokens": float(sampled.mask.sum()) / N}
-
-
 # === 10. Run folder, saving, resuming ===
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # emitted by DCP in a single process
@@ -1864,49 +1898,6 @@ class RunFolder:
                 file.close()
 
 
-def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, trainers) -> dict:
-    """A line of metrics.jsonl. Means over steps are weighted by tokens; skipped steps do not count."""
-    N, mask, seconds = len(experience), experience.mask, clock[-1] - clock[0]
-    returns, values = experience.returns[mask], experience.values[mask]
-    row = batch.stats | {
-        "iteration": state.iteration - 1, "charts/episodes": state.iteration * N,
-        "charts/actor_steps": state.actor_steps, "objective/reward": float(experience.scores.mean()),
-        "objective/accuracy": sum(batch.success) / N, "objective/response_tokens": signals["tokens"] / N,
-        "objective/entropy": -float(masked_mean(experience.old_logprobs, mask)),
-        "objective/truncated": float(experience.truncated.float().mean()),
-        "objective/kl": float(experience.kl.mean()) if args.kl_coef else None,
-        "losses/explained_variance": float(1 - (returns - values).var() / returns.var()), "time/iteration": seconds,
-        "perf/response_tokens_per_second": signals["tokens"] / seconds,
-        "perf/peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
-    }
-    row |= {f"ratio/{name}": value for name, value in signals.items()}
-    sampler_diff = row.pop("ratio/sampler_diff")  # 0 if the sampler's log-probs are the old ones
-    row["debug/sampler_trainer_logprob_diff"] = sampler_diff if args.recompute_old_logprobs else None
-    if args.rollout_is_cap:
-        weights = (experience.old_logprobs - experience.logprobs).exp()  # 1 outside the mask
-        row["rollout/is_weight_mean"] = float(masked_mean(weights, mask))
-        row["rollout/is_weight_max"] = float(weights.max())
-        row["rollout/is_capped"] = float(masked_mean((weights > args.rollout_is_cap).float(), mask))
-    row["ratio/steps"] = actor_steps  # statistics of each, instead of their number
-    for phase, start, end in zip(("rollout", "score", "critic", "actor", "hand_over", "diagnose"), clock, clock[1:]):
-        row[f"time/{phase}"] = end - start
-    row["time/ranks"] = [[t - times[0] for t in times] for times in trainers.gather(clock)]
-    for model, steps in (("actor", actor_steps), ("critic", critic_steps)):
-        made = [step for step in steps if not step["skipped"]]
-        row[f"grad/skipped_{model}"] = len(steps) - len(made)
-        row[f"grad/{model}_norm"] = token_mean(made, "grad_norm")
-        row[f"charts/{model}_lr"] = steps[-1]["lr"] if steps else None
-        for name in made[0].keys() - {"tokens", "grad_norm", "skipped", "lr", "dev_max"} if made else ():
-            row[f"losses/{name}"] = token_mean(made, name)
-    return row
-
-
-def token_mean(steps: list[dict], name: str) -> float | None:
-    """Mean over the tokens of the steps, None without any."""
-    tokens = sum(step["tokens"] for step in steps)
-    return sum(step[name] * step["tokens"] for step in steps) / tokens if tokens else None
-
-
 def step_table(args, plan) -> str:
     """What an iteration and the run consist of, and the defaults that depend on other flags."""
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
@@ -1920,6 +1911,18 @@ def step_table(args, plan) -> str:
   run        {args.num_iterations} iterations, the first {args.critic_warmup_iterations} for the critic alone: \
 {plan.episodes_total:,} episodes, {plan.actor_steps_total:,} actor and {plan.critic_steps_total:,} critic steps
   defaults   {", ".join(f"{name} {getattr(args, name):g}" for name in DEFAULTS)}"""
+
+
+def memory_line(models: tuple, rows: int, args: Args) -> str:
+    """What rank 0 holds, with `rows` in the KV cache."""
+    actor, critic, reference, sampler = (
+        sum(local(p).nbytes for p in model.parameters()) / 1e9 if model else 0.0 for model in models)
+    config, itemsize = models[-1].config, models[-1].model.norm.weight.itemsize
+    tokens = args.max_prompt_tokens + args.max_new_tokens
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * rows * tokens * itemsize / 1e9
+    return f"""\
+  memory     weights {actor + critic + reference:.2g}, gradients {max(actor, critic):.2g}, \
+Adam {2 * (actor + critic):.2g}, sampler {sampler:.2g}, KV cache of {rows} x {tokens} tokens {cache:.2g} GB"""
 
 
 def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:

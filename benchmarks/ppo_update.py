@@ -10,7 +10,7 @@ The same model for actor, critic and reference (a random Qwen2 or the checkpoint
 given disguised as a reward model. Each run is a process of its own, sides in turn; its last iteration counts, the
 second or, where the first ones compile, the third. TRL runs without its defaults of bfloat16 and gradient
 checkpointing, which cost time here, samples and scores the whole batch at once, and computes a minibatch in one piece,
-since more gradient accumulation would mean fewer steps there. Ours cuts minibatches at 2048 tokens: of its flags that
+since more gradient accumulation would mean fewer steps there. Ours cuts minibatches at 1024 tokens: of its flags that
 change no numbers this was chosen for a CPU. Ours clips gradients, TRL's PPOTrainer does not.
 
 Also the updates' share of the GEMM limit: the FLOPs that real tokens need, per second, over those of the same matrix
@@ -100,7 +100,7 @@ class Bench:
                 rollout_slots=self.samples, train_batch_size=self.samples // self.minibatches,
                 ppo_epochs=self.epochs, kl_coef=0.05, max_prompt_tokens=max(map(len, self.ids)),
                 max_new_tokens=self.longest, eval_episodes=1, save_every=0, compile=compiled,
-                actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, micro_batch_tokens=2048, device="cpu"))  # fmt: skip
+                actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, micro_batch_tokens=1024, device="cpu"))  # fmt: skip
             row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
         assert round(row["objective/response_tokens"] * self.samples) == sum(self.lengths), row
         phases = ("rollout", "score", "critic", "actor", "hand_over", "diagnose")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import types
 
 import pytest
@@ -305,7 +306,7 @@ def test_update_steps_follow_the_formula(ppo):
 
 
 def test_defaults_fill_what_was_not_given(ppo):
-    embedded, with_model = [16, 8, 60, 1.3e-3, 5e-4, 1e-3, 0.5, 0.02], [512, 256, 0, 1e-5, 1e-6, 1e-5, 0.9, 0.01]
+    embedded, with_model = [16, 8, 60, 1.3e-3, 5e-4, 1e-3, 0.5, 0.02], [512, 256, 0, 1e-5, 1e-5, 1e-5, 0.9, 0.01]
     for args, expected in ((ppo.Args(), embedded), (ppo.Args(model="folder"), with_model)):
         ppo.validate(args)
         assert [getattr(args, name) for name in ppo.DEFAULTS] == expected
@@ -313,6 +314,14 @@ def test_defaults_fill_what_was_not_given(ppo):
     args = ppo.Args(model="folder", kl_coef=0.0, actor_lr=0.0, critic_epochs=5, kl_in="loss", gamma=0.0)
     ppo.validate(args)
     assert (args.kl_coef, args.actor_lr, args.critic_epochs, args.kl_estimator) == (0, 0, 5, "k3")
+
+
+def test_start_says_how_many_bytes_models_and_cache_take(ppo):
+    config = ppo.ModelConfig(100, 8, 16, 3, 4, 2, 2)  # 3,384 parameters, the critic 2,592
+    models = ppo.on_meta(config), ppo.on_meta(config, "scalar"), None, ppo.on_meta(config).to(torch.bfloat16)
+    line = ppo.memory_line(models, 1000, ppo.Args(max_prompt_tokens=16, max_new_tokens=8))
+    numbers = [4 * (3384 + 2592), 4 * 3384, 8 * (3384 + 2592), 2 * 3384, 2 * 3 * 2 * 2 * 2 * 1000 * 24]
+    assert [float(x) for x in re.findall(r" ([\d.e-]+)(?:,| GB)", line)] == [float(f"{n / 1e9:.2g}") for n in numbers]
 
 
 def test_the_number_behind_the_last_hashes_is_found(ppo):

@@ -1,0 +1,222 @@
+"""A real checkpoint learns: sums of one and of two digits, and cheerful answers for three weights of the KL.
+
+    python benchmarks/smollm2.py DIR
+    python benchmarks/learning_real.py DIR sums 1      # a task, a seed: adds to runs/learning_real.json
+    python benchmarks/learning_real.py DIR sums 1 trl  # the same in TRL's PPOTrainer (trl.experimental.ppo)
+    python benchmarks/learning_real.py plot            # draws learning_real.png and cheerful.png, prints tables
+
+Every five iterations, outside of the time that is counted, the sampler answers held-out prompts, sampled at temperature
+1 and greedy. TRL gets the same checkpoint, prompts, reward, batch size, epochs, minibatches, response length, learning
+rate (for both models, decaying linearly to 0) and KL.
+"""
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import time
+import types
+import unittest.mock
+import warnings
+from pathlib import Path
+
+import common
+import tasks  # noqa: F401, registers the environments
+import torch
+from common import ppo_llm
+
+EVERY = 5
+RESULTS = Path("runs/learning_real.json")
+SUMS = dict(env_id="Sums-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64, max_new_tokens=12)
+CHEERFUL = dict(env_id="Cheerful-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64,
+                max_new_tokens=48, num_iterations=40)  # fmt: skip
+TASKS = {
+    "sums": SUMS | dict(num_iterations=25),
+    "sums of two digits": SUMS | dict(env_kwargs='{"digits": 2}', num_iterations=50),
+    **{f"cheerful, KL {kl:g}": CHEERFUL | dict(kl_coef=kl) for kl in (0.0, 0.01, 0.05)},
+}
+HELD_OUT = {"Sums-v0": 100, "Cheerful-v0": 40}
+
+
+class HeldOut:
+    """Reward, success and first responses of a model on held-out prompts."""
+
+    def __init__(self, folder: str, flags: dict):
+        self.tokenizer, self.points = ppo_llm.HFTokenizer(folder), []
+        self.N = HELD_OUT[flags["env_id"]]
+        kwargs = json.loads(flags.get("env_kwargs", "{}")) | {"split": "test"}
+        self.envs = [ppo_llm.gym.make(flags["env_id"], disable_env_checker=True, **kwargs) for _ in range(self.N)]
+        sizes = {name: flags[name] for name in ("max_prompt_tokens", "max_new_tokens")}
+        self.args = ppo_llm.Args(rollout_slots=self.N, compile="off", **sizes)
+
+    def add(self, samples: int, seconds: float, model: ppo_llm.Transformer) -> None:
+        point = {"samples": samples, "seconds": seconds}
+        for kind in ("sampled", "greedy"):
+            batch = ppo_llm.rollout(model, self.tokenizer, self.envs, range(self.N), range(self.N), self.args,
+                                    -1 - samples, greedy=kind == "greedy")  # fmt: skip
+            point[kind] = {"success": sum(batch.success) / self.N, "reward": float(batch.rewards.sum()) / self.N,
+                           "prompts": batch.prompts[:5], "responses": batch.texts[:5]}  # fmt: skip
+        self.points.append(point)
+        numbers = [f"{kind} {point[kind]['success']:.0%} {point[kind]['reward']:.2f}" for kind in ("sampled", "greedy")]
+        print(samples, f"{seconds:.0f} s", *numbers, point["sampled"]["responses"][:2], file=sys.stderr, flush=True)
+
+
+def ours(folder: str, flags: dict, seed: int) -> dict:
+    held_out, samplers, rows = HeldOut(folder, flags), [], []
+    build, log = ppo_llm.build_models, ppo_llm.RunFolder.log
+    every = EVERY * flags["rollout_batch_size"]
+
+    def build_models(*args):
+        tokenizer, models = build(*args)
+        samplers.append(models[-1])
+        return tokenizer, models
+
+    def log_and_evaluate(run, row, batch, experience, diagnosis):  # after the clock of an iteration has stopped
+        log(run, row, batch, experience, diagnosis)
+        rows.append({name: row[name] for name in ("time/iteration", "objective/reward", "objective/kl",
+                                                  "objective/response_tokens", "objective/entropy")}
+                    | {"diagnosis": diagnosis.cause})  # fmt: skip
+        if row["charts/episodes"] % every == 0:
+            held_out.add(row["charts/episodes"], sum(each["time/iteration"] for each in rows), samplers[0])
+
+    held_out.add(0, 0.0, ppo_llm.load_hf_checkpoint(folder)[0])
+    with (
+        tempfile.TemporaryDirectory() as runs,
+        unittest.mock.patch.object(ppo_llm, "build_models", build_models),
+        unittest.mock.patch.object(ppo_llm.RunFolder, "log", log_and_evaluate),
+        unittest.mock.patch.object(ppo_llm, "save_hf_checkpoint"),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        ppo_llm.train(ppo_llm.Args(model=folder, seed=seed, device="cpu", log_dir=runs, save_every=0,
+                                   eval_episodes=1, **flags))  # fmt: skip
+    return {"points": held_out.points, "rows": rows}
+
+
+class EnvReward(torch.nn.Module):
+    """What TRL takes for a reward model: the environment's reward of the last response, at all positions of a row."""
+
+    base_model_prefix = "backbone"
+
+    def __init__(self, flags: dict, tokenizer, prompts: list[str]):
+        super().__init__()
+        kwargs = json.loads(flags.get("env_kwargs", "{}"))
+        self.env = ppo_llm.gym.make(flags["env_id"], disable_env_checker=True, **kwargs).unwrapped
+        self.seeds, self.tokenizer = {prompt: seed for seed, prompt in enumerate(prompts)}, tokenizer
+
+    def backbone(self, input_ids, **kwargs):
+        rewards = []
+        for ids in input_ids.tolist():
+            question, _, response = self.tokenizer.decode(ids).rpartition("\nassistant\n")
+            self.env.reset(seed=self.seeds[question.rpartition("\nuser\n")[2].strip()])
+            rewards.append(self.env.step(response)[1])
+        return types.SimpleNamespace(hidden_states=[torch.tensor(rewards)[:, None, None].expand(*input_ids.shape, 1)])
+
+    def score(self, hidden):
+        return hidden
+
+
+def trl(folder: str, flags: dict, seed: int) -> dict:
+    import datasets
+    import transformers
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    defaults = ppo_llm.Args(model=folder, **flags)
+    plan = ppo_llm.validate(defaults)
+    held_out, rows = HeldOut(folder, flags), []
+    model, _ = ppo_llm.load_hf_checkpoint(folder)
+    env = ppo_llm.gym.make(flags["env_id"], disable_env_checker=True, **json.loads(defaults.env_kwargs))
+    N, iterations = plan.samples_per_iteration, defaults.num_iterations
+    prompts = [env.reset(seed=i)[0] for i in range(N * iterations)]
+    ids = [held_out.tokenizer.encode_prompt(prompt) for prompt in prompts]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer.pad_token = "<|endoftext|>"  # TRL masks the pad token, which is to occur nowhere else
+    load = lambda kind, **kwargs: kind.from_pretrained(folder, dtype=torch.float32, **kwargs)
+    policy, reference = (load(transformers.AutoModelForCausalLM) for _ in range(2))
+    policy.generation_config.pad_token_id = tokenizer.pad_token_id
+    value = load(transformers.AutoModelForSequenceClassification, num_labels=1)
+    torch.nn.init.zeros_(value.score.weight)  # as ours
+    with tempfile.TemporaryDirectory() as runs:
+        settings = PPOConfig(
+            output_dir=runs, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", seed=seed,
+            save_strategy="no", disable_tqdm=True, num_sample_generations=0, total_episodes=N * iterations,
+            per_device_train_batch_size=N, gradient_accumulation_steps=1, num_mini_batches=plan.minibatches,
+            num_ppo_epochs=defaults.ppo_epochs, local_rollout_forward_batch_size=N, stop_token="eos",
+            response_length=defaults.max_new_tokens, temperature=1.0, learning_rate=defaults.actor_lr,
+            lr_scheduler_type="linear", kl_coef=defaults.kl_coef)  # fmt: skip
+        trainer = PPOTrainer(
+            settings, tokenizer, policy, reference, EnvReward(flags, held_out.tokenizer, prompts),
+            datasets.Dataset.from_dict({"input_ids": ids}), value,
+            eval_dataset=datasets.Dataset.from_dict({"input_ids": ids[:8]}))  # fmt: skip
+        clock = [0.0, time.perf_counter()]  # seconds that count, start of the iteration
+
+        def log(metrics, *rest):  # once, after the updates of an iteration
+            clock[0] += time.perf_counter() - clock[1]
+            rows.append({"time/iteration": time.perf_counter() - clock[1], "objective/kl": metrics["objective/kl"],
+                         "objective/reward": metrics["objective/scores"]})  # fmt: skip
+            if len(rows) % EVERY == 0:
+                model.load_state_dict(policy.state_dict(), strict=False)
+                held_out.add(len(rows) * N, clock[0], model)
+            clock[1] = time.perf_counter()
+
+        held_out.add(0, 0.0, model)
+        trainer.log = log
+        clock[1] = time.perf_counter()
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train()
+    return {"points": held_out.points, "rows": rows}
+
+
+def report() -> None:
+    import matplotlib.pyplot as plt
+
+    results = json.loads(RESULTS.read_text())
+    common.table(["task", "seed", "side", *(f"{kind}, {when}" for kind in ("sampled", "greedy")
+                                           for when in ("before", "after")),
+                  "KL in the end", "s an iteration", "diagnoses"])  # fmt: skip
+    for name, run in sorted(results.items()):
+        first, last = run["points"][0], run["points"][-1]
+        what = "reward" if name.startswith("cheerful") else "success"
+        kl = sum(row["objective/kl"] or 0 for row in run["rows"][-5:]) / 5
+        seconds = sorted(row["time/iteration"] for row in run["rows"])[len(run["rows"]) // 2]
+        causes = sorted({row.get("diagnosis") for row in run["rows"]} - {None})
+        cells = [f"{point[kind][what]:.2f}" for kind in ("sampled", "greedy") for point in (first, last)]
+        common.line([*name.split("/"), *cells, f"{kl:.1f}", f"{seconds:.0f}", ", ".join(causes) or "none"])
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3), layout="constrained", sharey=True)
+    for name, run in results.items():
+        task, _, side = name.split("/")
+        if task == "sums":
+            for axis, key in zip(axes, ("samples", "seconds"), strict=True):
+                y = [100 * point["sampled"]["success"] for point in run["points"]]
+                color = {"ours": "C0", "trl": "C1"}[side]
+                axis.plot([point[key] for point in run["points"]], y, color=color, linewidth=1)
+    axes[0].set(xlabel="samples", ylabel="held-out sums right, %", ylim=(0, 100))
+    axes[1].set(xlabel="seconds")
+    axes[1].legend(handles=[plt.Line2D([], [], color=f"C{i}", label=side) for i, side in enumerate(("ours", "TRL"))])
+    figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
+    figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+    for name, run in results.items():
+        if name.startswith("cheerful"):
+            kl, reward = ([row[key] for row in run["rows"]] for key in ("objective/kl", "objective/reward"))
+            axes.plot(kl, reward, "o-", markersize=3, label=name.split("/")[0])
+    axes.set(xlabel="KL to the reference, nats a response", ylabel="sentiment, -1 to 1")
+    axes.legend(fontsize=8)
+    figure.savefig(Path(__file__).with_name("cheerful.png"), dpi=110)
+
+
+def main():
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    RESULTS.parent.mkdir(exist_ok=True)
+    if sys.argv[1] == "plot":
+        return report()
+    folder, task, seed, *rest = sys.argv[1:]
+    side = "trl" if "trl" in rest else "ours"
+    changes = {name: json.loads(value) for name, value in (pair.split("=") for pair in rest if "=" in pair)}
+    run = {"ours": ours, "trl": trl}[side](folder, TASKS[task] | changes, int(seed))
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.write_text(json.dumps(results | {f"{task}/{seed}/{' '.join([side, *map(str, changes.values())])}": run}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Two tasks for a small instruct model: single-turn environments with held-out prompts (split="test").
+
+    python ppo_llm.py --model DIR --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{"split": "test"}' ...
+"""
+
+import random
+import re
+
+import gymnasium as gym
+
+TOPICS = """the sea, my garden, winter, the moon, a rainy day, old books, your favourite food, a train ride, dogs,
+the first day of school, mountains, coffee, a broken bicycle, the desert, music, an empty house, spiders, mornings,
+a lost key, the forest at night, snow, a hospital, birthdays, traffic, the stars, cooking for friends, a storm,
+growing old, an exam, trees, a river, my neighbour, the dentist, painting, a funeral, bread, the internet, chess, a
+letter from home, taxes, horses, a flat tyre, the opera, summer, mice, a cold bath, the moonlight, football, an old
+castle, waiting""".replace("\n", " ").split(", ")
+
+
+def split_rows(rows: list, split: str) -> list:
+    """A fifth of the rows is held out."""
+    if split not in ("train", "test"):
+        raise ValueError("split must be train or test")
+    rows = random.Random(0).sample(rows, len(rows))
+    return rows[: len(rows) // 5] if split == "test" else rows[len(rows) // 5 :]
+
+
+class Sums(gym.Env):
+    """Prompts "What is 8 + 9?", numbers of up to `digits` digits. Reward 1 if the last number of the answer is it."""
+
+    def __init__(self, split: str = "train", digits: int = 1):
+        numbers = range(10**digits)
+        self.pairs = split_rows([(a, b) for a in numbers for b in numbers], split)
+
+    def reset(self, *, seed=None, options=None):
+        self.a, self.b = self.pairs[(seed or 0) % len(self.pairs)]
+        return f"What is {self.a} + {self.b}?", {}
+
+    def step(self, response):
+        numbers = re.findall(r"\d+", response.replace(",", ""))
+        return "", float(numbers[-1:] == [str(self.a + self.b)]), True, False, {}
+
+
+class Cheerful(gym.Env):
+    """Prompts "Tell me about the sea.", reward the sentiment of the answer, -1 to 1, by VADER, a lexicon with rules.
+
+    https://github.com/cjhutto/vaderSentiment; the package vaderSentiment.
+    """
+
+    def __init__(self, split: str = "train"):
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+        self.topics, self.scorer = split_rows(TOPICS, split), SentimentIntensityAnalyzer()
+
+    def reset(self, *, seed=None, options=None):
+        return f"Tell me about {self.topics[(seed or 0) % len(self.topics)]}.", {}
+
+    def step(self, response):
+        return "", self.scorer.polarity_scores(response)["compound"], True, False, {}
+
+
+gym.register("Sums-v0", entry_point=Sums)
+gym.register("Cheerful-v0", entry_point=Cheerful)
