@@ -58,10 +58,9 @@ def test_flags_that_contradict_each_other_or_the_disk(ppo, tmp_path, parts, flag
 
 def test_main_prints_one_line_and_exits_with_code_two(ppo, tmp_path, capsys):
     for flags, part in ((dict(gamma=1.5), "--gamma 1.5"), (dict(env_id="environments:Raises-v0"), "out of order")):
-        argv = [ppo.__file__, *flags_of(log_dir=tmp_path, **flags)]
-        with mock.patch.object(sys, "argv", argv), mock.patch.object(ppo, "SummaryWriter"):
-            with pytest.raises(SystemExit) as end:
-                ppo.main()
+        argv, patch = [ppo.__file__, *flags_of(log_dir=tmp_path, **flags)], mock.patch.object
+        with patch(sys, "argv", argv), patch(ppo, "SummaryWriter"), pytest.raises(SystemExit) as end:
+            ppo.main()
         [error] = [line for line in capsys.readouterr().err.splitlines() if "error" in line.lower()]
         assert end.value.code == 2 and error.startswith("error: ") and part in error
 

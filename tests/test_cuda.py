@@ -25,8 +25,7 @@ FLOAT = RUN | dict(dtype="float32", num_iterations=1, run_name="float")
 ALONE = [
     RUN | dict(run_name="half", num_iterations=1, save_every=1, activation_checkpointing=True, sft_steps=1,
                micro_batch_tokens=2000), RUN | dict(run_name="half", resume="auto", micro_batch_tokens=20),
-    FLOAT, FLOAT | dict(run_name="compiled", compile="on"),
-]  # fmt: skip
+    FLOAT, FLOAT | dict(run_name="compiled", compile="on")]  # fmt: skip
 TOGETHER = [FLOAT | dict(run_name="serial"), FLOAT | dict(run_name="apart", critic_ranks=1, save_every=1),
             FLOAT | dict(run_name="ahead", rollout_ranks=1, num_iterations=2)]  # fmt: skip
 WITHOUT_WAITS = tuple(

@@ -11,14 +11,12 @@ pytestmark = pytest.mark.shared
 
 SMALL = dict(
     rollout_batch_size=16, train_batch_size=8, num_iterations=2, sft_steps=0, eval_episodes=1, save_every=0,
-    env_id="environments:Plain-v0",
-)  # fmt: skip
+    env_id="environments:Plain-v0")  # fmt: skip
 HEALTHY = dict(
     first_dev=1e-7, last_dev=0.1, post_dev=0.1, out_of_clip=0.1, steps=8, planned=8, skipped=0, early_stop=False,
     tokens=100, adv_raw_std=0.5, reward_std=0.5, grad_norm=1.0, lr=1e-3, changed_frac=1.0, update_norm=1.0,
     param_norm=10.0, param_dtype="torch.float32", compute_dtype="torch.float32", signed_t=5.0, sampler_diff=1e-7,
-    phase="train",
-)  # fmt: skip
+    phase="train")  # fmt: skip
 STUCK = dict(last_dev=1e-7, post_dev=1e-7)
 BF16 = dict(first_dev=0.01, last_dev=0.01, post_dev=0.01, compute_dtype="torch.bfloat16", signed_t=0.5)
 NAN = dict(first_dev=math.nan, last_dev=math.nan, post_dev=math.nan, signed_t=math.nan, grad_norm=0.0)

@@ -42,16 +42,14 @@ def hf_tokenizer():
         initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False)  # fmt: skip
     bpe.train_from_iterator(SENTENCES * 3, trainer)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
-    )
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML)
 
 
 def hf_config(family, **changes):
     kind, settings = FAMILIES[family]
     return kind(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=256, bos_token_id=None, eos_token_id=2, pad_token_id=0, **settings | changes,
-    )  # fmt: skip
+        max_position_embeddings=256, bos_token_id=None, eos_token_id=2, pad_token_id=0, **settings | changes)
 
 
 def randomize(model):
