@@ -64,6 +64,7 @@ def draw(samples: list[dict], titles: list[str], args) -> None:
         for axis in (reward, values, advantage):
             axis.axhline(0, color="gray", linewidth=0.8)
         for axis in axes[:, column]:
+            axis.set_xlim(-0.6, len(x) - 0.4)
             axis.set_xticks(x, [] if axis is not ratio else [token.replace("\n", "\\n") for token in sample["token"]],
                             rotation=60, fontsize=8, family="monospace")  # fmt: skip
     for axis, name in zip(axes[:, 0], ("reward\n- KL penalty", "value, return", "advantage\n(whitened)",
@@ -84,8 +85,8 @@ def main():
         samples.append(columns(args, batch, experience, actor, tokenizer, i))
         titles.append(f"{batch.prompts[i]:.60}  reward {float(experience.scores[i]):g}")
         print(f"\n{titles[-1]}\n")
-        common.table(samples[-1], zip(*([x if isinstance(x, float) is False else f"{x:.3f}" for x in column]
-                                        for column in samples[-1].values()), strict=True))  # fmt: skip
+        text, *numbers = samples[-1].values()
+        common.table(samples[-1], zip(text, *([f"{x:.3f}" for x in column] for column in numbers), strict=True))
     draw(samples, titles, args)
 
 
