@@ -39,18 +39,19 @@ import itertools
 import json
 import math
 import os
+import queue
 import random
 import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import types
 import warnings
 import zlib
 from collections import namedtuple
 from dataclasses import dataclass, field
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Literal
 
@@ -355,7 +356,7 @@ def take_answers(episodes: list[Episode], tokenizer: HFTokenizer, args: Args) ->
     """Take the answers that are there. Raises UserError if one is malformed or too late."""
     for episode in episodes:
         call = episode.call
-        if call and (call.answer.ready() or time.monotonic() > call.deadline):
+        if call and (not call.answers.empty() or time.monotonic() > call.deadline):
             if call.method == "reset":
                 episode.begin(call.result()[0], tokenizer, args)
             else:
@@ -368,7 +369,9 @@ def wait(episodes: list[Episode], seconds: float) -> float:
     start = time.monotonic()
     for episode in episodes:
         if episode.call:
-            episode.call.answer.wait(start + seconds - time.monotonic())
+            with contextlib.suppress(queue.Empty):
+                answers = episode.call.answers
+                answers.put(answers.get(timeout=max(0.0, start + seconds - time.monotonic())))  # take_answers reads it
     return seconds - max(0.0, time.monotonic() - start - 0.001)  # a millisecond is free
 
 
@@ -1353,7 +1356,22 @@ gym.register("SortDigits-v0", entry_point=SortDigits)
 gym.register("GSM8K-v0", entry_point=GSM8K)
 
 
-env_threads = functools.cache(ThreadPool)  # of daemons: one that hangs does not keep the process alive
+@functools.cache
+def env_calls(threads: int) -> queue.SimpleQueue:
+    """The queue of calls, (function, queue for the answer), that `threads` daemon threads serve."""
+    calls = queue.SimpleQueue()
+
+    def work():
+        while True:
+            function, answers = calls.get()
+            try:
+                answers.put((function(), None))
+            except Exception as error:
+                answers.put((None, error))
+
+    for _ in range(threads):
+        threading.Thread(target=work, daemon=True).start()
+    return calls
 
 
 class EnvCall:
@@ -1361,18 +1379,18 @@ class EnvCall:
 
     def __init__(self, env: gym.Env, method: str, where: str, args: Args, *arguments, **keywords):
         self.env, self.method, self.where, self.timeout = env, method, where, args.env_timeout
-        threads = env_threads(max(512, 2 * args.rollout_slots))  # more than calls at a time
-        self.answer = threads.apply_async(getattr(env, method), arguments, keywords)
+        self.answers = queue.SimpleQueue()  # one will come
+        calls = env_calls(max(512, 2 * args.rollout_slots))  # more threads than calls at a time
+        calls.put((functools.partial(getattr(env, method), *arguments, **keywords), self.answers))
         self.deadline = time.monotonic() + args.env_timeout
 
     def result(self) -> tuple:
         """Wait for (prompt, info) or (text, reward, terminated, truncated, info). Raises UserError."""
-        self.answer.wait(self.deadline - time.monotonic())
-        if not self.answer.ready():
-            raise self.error(f"gave no answer within --env-timeout {self.timeout:g} s")
         try:
-            value = self.answer.get()
-        except Exception as error:
+            value, error = self.answers.get(timeout=max(0.0, self.deadline - time.monotonic()))
+        except queue.Empty:
+            raise self.error(f"gave no answer within --env-timeout {self.timeout:g} s") from None
+        if error:
             raise self.error(f"raised {type(error).__name__}: {error}") from error
         try:
             text, *numbers, info = value

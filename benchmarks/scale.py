@@ -1,0 +1,251 @@
+"""Does a model fit on W GPUs, how long does an iteration take at least, what breaks first? Answered without a GPU.
+
+    python benchmarks/scale.py MODEL RANKS [--gpu h100|h200|a100] [--json FILE] [flags of ppo_llm.py]
+    torchrun --nproc-per-node 2 benchmarks/scale.py tiny real  # the same counts of real ranks (gloo, CPU), to compare
+
+MODEL is tiny, 0.5B, 1.5B, 7B, 14B, 32B (shapes of Qwen2.5), 70B (of Llama 3) or a folder with a config.json. Needs g++.
+
+`ppo_llm.train` runs unmodified as rank 0 of W, on tensors without data (FakeTensor) and PyTorch's "fake" process group;
+tensors on the host are real. A rollout prefills, decodes three tokens, counted for all, and makes up responses of 1/8
+to 8/8 of --max-new-tokens. Left out: evaluation, export, --rollout-ranks, torch.compile, what other ranks hold. Not
+counted: fragmentation, workspaces of kernels, NCCL's buffers, launches, the host. Seconds are lower bounds.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import types
+import weakref
+from collections import Counter, defaultdict
+from pathlib import Path
+
+parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
+parser.add_argument("model")
+parser.add_argument("ranks")
+parser.add_argument("--gpu", choices=("h100", "h200", "a100"), default="h100")
+parser.add_argument("--json")
+OPTIONS, FLAGS = parser.parse_known_args()
+REAL = OPTIONS.ranks == "real"
+if not REAL:
+    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    import simulated_cuda  # registers the device, before `import torch` looks for it
+
+import torch  # noqa: E402
+import tyro  # noqa: E402
+from common import QWEN_05B, QWEN_15B, SMALL, line, ppo_llm, table  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.distributed._tools.fake_collectives import CollectiveOp  # noqa: E402
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch.utils.flop_counter import flop_registry  # noqa: E402
+
+SHAPES = {"tiny": SMALL, "0.5B": QWEN_05B, "1.5B": QWEN_15B} | {
+    name: dict(zip(SMALL, shape)) for name, *shape in [
+        ("7B", 3584, 18944, 28, 28, 4, 152064), ("14B", 5120, 13824, 48, 40, 8, 152064),
+        ("32B", 5120, 27648, 64, 40, 8, 152064), ("70B", 8192, 28672, 80, 64, 8, 128256)]}  # fmt: skip
+# Data sheets (SXM): memory, dense bfloat16 FLOP/s, bytes/s of memory, NVLink, network (a card per GPU), one way.
+MEMORY, FLOPS, HBM, NVLINK, NETWORK = {
+    "a100": (80e9, 312e12, 2.04e12, 300e9, 25e9), "h100": (80e9, 989e12, 3.35e12, 450e9, 50e9),
+    "h200": (141e9, 989e12, 4.8e12, 450e9, 50e9)}[OPTIONS.gpu]  # fmt: skip
+KINDS = {  # of memory, by the function that allocates it
+    "build_models.<locals>.build": "parameters", "materialize": "sampler", "Device.make_optimizer": "optimizer",
+    "KVCache.__init__": "KV cache", "copy_weights": "weight copy", "foreach_all_gather": "gathered weights",
+    "FSDPParam.init_all_gather_outputs": "gathered weights", "foreach_reduce": "unsharded gradients"}  # fmt: skip
+COLLECTIVES = dict(_allgather_base_="all-gather", all_gather_into_tensor="all-gather", allreduce_="all-reduce",
+                   all_reduce="all-reduce", _reduce_scatter_base_="reduce-scatter", broadcast_="broadcast")  # fmt: skip
+# What takes time even if all else is fused: matrix products, attention, and these of AdamW, clipping and FSDP.
+UNFUSED = "_fused_adamw_ _foreach_norm _foreach_mul_ _foreach_copy_ chunk_cat split_with_sizes_copy".split()
+aten, original = torch.ops.aten, types.SimpleNamespace(**vars(ppo_llm))
+
+
+def tensors_in(*trees) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(trees) if isinstance(x, torch.Tensor)]
+
+
+def kind_of_caller() -> str:
+    frame, kind = sys._getframe(1), "activations, other"
+    while frame:
+        kind = KINDS.get(frame.f_code.co_qualname, kind)  # the outermost wins
+        frame = frame.f_back
+    return kind
+
+
+class Device(TorchDispatchMode):
+    """Counts operations on the device and the bytes that it holds. `resize` and below stand in for other functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.phases = iter("rollout score critic actor hand_over diagnose end".split())
+        self.phase, self.times = "start", 1  # of the next operations
+        # By phase: numbers; `held` when it was most; the most bytes of each kind.
+        self.counts, self.at_peak, self.largest = (defaultdict(Counter) for _ in range(3))
+        self.storages = {}  # address: (bytes, kind)
+        self.held = Counter()  # kind: bytes
+
+    def __torch_dispatch__(self, op, tensor_types, args=(), kwargs=None):
+        if any(map(is_traceable_wrapper_subclass_type, tensor_types)):
+            return NotImplemented  # a DTensor: comes again as operations on local tensors
+        kwargs = kwargs or {}
+        given = tensors_in(args, kwargs)
+        target = torch.device(kwargs.get("device") or "meta").type
+        if torch._guards.active_fake_mode() or not (REAL or target == "cuda" or any(x.is_cuda for x in given)):
+            return op(*args, **kwargs)  # DTensor is computing shapes, or it is the host's
+        if target == "cpu" and not REAL:  # the host reads: any numbers
+            return torch.ones(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
+        out = op(*args, **kwargs) if REAL else self.pretend(op, given, args, kwargs)
+        for x in tensors_in(out):
+            self.hold(x)
+        self.count(op, args, kwargs, out)
+        return out
+
+    def pretend(self, op, given, args, kwargs):
+        """The output without data."""
+        if op is aten._local_scalar_dense.default:  # of integers only the rows that still decode are read
+            return {torch.bool: True, torch.int64: 0}.get(given[0].dtype, 0.5)
+        if op is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1]):
+            return args[0].new_empty(args[1][0].numel())  # as if all were true
+        with self.fake:
+            return op(*args, **kwargs)
+
+    def count(self, op, args, kwargs, out):
+        name, packet, count = op._schema.name.split("::")[1], op._overloadpacket, self.counts[self.phase]
+        if name in COLLECTIVES and "c10d" in op.namespace:
+            kind, size = COLLECTIVES[name], max(x.nbytes for x in tensors_in(args, out))
+            group = CollectiveOp.get_process_group(op, args)
+            W, nodes = group.size(), len({rank // 8 for rank in torch.distributed.get_process_group_ranks(group)})
+            # A GPU receives what it lacks; a byte enters a node of 8 GPUs once, through the card of one of them.
+            seconds = max(size * (W - 1) / W / NVLINK * (W > nodes), size * (nodes - 1) / W / NETWORK)
+            count["seconds of network"] += seconds * (2 if kind == "all-reduce" else 1)  # reduce-scatter, all-gather
+            count[f"{kind}, calls"] += 1
+            count[f"{kind}, GB"] += size / 1e9
+            if kind == "reduce-scatter":
+                self.hold(args[0], "gradients")
+        elif packet in flop_registry or name in UNFUSED:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+            flops *= self.times * (0.5 if "flash" in name else 1)  # causal attention needs half of it
+            moved = self.times * sum(x.nbytes for x in tensors_in(args, kwargs, out))
+            count["FLOPs"] += flops
+            limit = "arithmetic" if flops / FLOPS > moved / HBM else "memory"
+            count[f"seconds of {limit}"] += max(flops / FLOPS, moved / HBM)
+
+    def hold(self, x, kind=None):
+        """Count the storage of x, whose kind or size may be new, until it is freed."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self.storages:
+            self.storages[key] = 0, kind_of_caller()
+            weakref.finalize(storage, self.free, key)
+        kind = kind or self.storages[key][1]
+        self.free(key)
+        self.storages[key] = storage.nbytes(), kind
+        self.held[kind] += storage.nbytes()
+        self.largest[self.phase] |= self.held
+        if self.held.total() > self.at_peak[self.phase].total():
+            self.at_peak[self.phase] = self.held.copy()
+
+    def free(self, key):
+        size, kind = self.storages.pop(key)
+        self.held[kind] -= size
+
+    def resize(self, x, size):
+        x.untyped_storage().resize_(size)
+        self.hold(x)
+
+    def time(self):
+        self.phase = next(self.phases)  # `ppo` reads the clock where a phase begins
+        return original.time.time()
+
+    def make_optimizer(self, model, args):
+        optimizer = original.make_optimizer(model, args)
+        for p in model.parameters() if model else ():  # as after the first iteration
+            moments = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = moments | {"step": torch.zeros((), device=p.device)}
+        return optimizer
+
+    def begin_turn(self, actor, cache, slots, playing, args):
+        """Prefill; then decode steps at the start, in the middle and at the end of a wave, counted for all of it."""
+        self.phase = "prefill"
+        original.begin_turn(actor, cache, slots, playing, args)
+        self.phase, self.times = "decode", args.max_new_tokens / 3
+        for new in (0, args.max_new_tokens // 2, args.max_new_tokens - 1):
+            original.decode_step(actor, cache.view(args.max_prompt_tokens + new + 1), slots, args.temperature, False)
+        self.phase, self.times = "rollout", 1
+        slots.alive.zero_()
+
+    def end_turn(self, slots, playing, tokenizer, args):
+        for i, episode in enumerate(playing.values(), start=1):
+            n = args.max_new_tokens * math.ceil(8 * i / len(playing)) // 8  # few lengths: few shapes for FakeTensor
+            episode.extend([1] * n, [-1.0] * n)
+            episode.stop = "eos"
+            self.counts["rollout"]["tokens"] += len(episode.ids)
+
+
+def attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
+    if is_causal:
+        return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, False)[0]
+
+
+def main() -> None:
+    folder, device = OPTIONS.model, Device()
+    if folder in SHAPES:
+        shape = dict(model_type="qwen2", max_position_embeddings=2**20, tie_word_embeddings=folder in ("0.5B", "1.5B"))
+        folder = tempfile.mkdtemp()
+        Path(folder, "config.json").write_text(json.dumps(shape | SHAPES[OPTIONS.model]))
+    args = tyro.cli(ppo_llm.Args, args=FLAGS, default=ppo_llm.Args(
+        model=folder, max_prompt_tokens=512, max_new_tokens=1024, num_iterations=1, save_every=0, dtype="bfloat16",
+        device="cpu" if REAL else "cuda", compile="off", log_dir=tempfile.mkdtemp()))  # fmt: skip
+    args.env_kwargs = json.dumps({"digits": args.max_prompt_tokens - 1})  # and "=": a character is a token
+    vars(ppo_llm).update(
+        HFTokenizer=lambda folder: original.HFTokenizer.from_texts(["0123456789="]),
+        load_weights=lambda model, folder: [torch.nn.init.normal_(ppo_llm.local(p)) for p in model.parameters()],
+        evaluate=lambda *args: Counter(), save_hf_checkpoint=lambda *args: None, decode_step=lambda *args: None,
+        make_optimizer=device.make_optimizer, begin_turn=device.begin_turn, end_turn=device.end_turn,
+        time=types.SimpleNamespace(**vars(original.time) | {"time": device.time}))  # fmt: skip
+    _fsdp_param.free_storage = lambda x: device.resize(x, 0)
+    _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = lambda x: device.resize(x, x.nbytes)
+    if not REAL:  # what a CUDA build would have, and ranks that all hold what this one does
+        torch.nn.functional.scaled_dot_product_attention = attention
+        for name in "_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward":  # else they would be composed
+            simulated_cuda.libraries["aten"].impl(name, lambda *args: None, "CUDA")
+        FakeTensor.__format__ = lambda x, spec: format(x.item(), spec)
+        _fsdp_init._move_states_to_device = lambda *args: None  # `materialize` does it
+        torch.distributed.init_process_group("fake", rank=0, world_size=int(OPTIONS.ranks))
+        ppo_llm.WORLD_SIZE = int(OPTIONS.ranks)
+        ppo_llm.Ranks.gather = lambda ranks, value: [value] * ranks.size
+    with device:
+        ppo_llm.train(args)
+    if ppo_llm.RANK == 0:
+        report(device, args, ppo_llm.load_config(folder))
+
+
+def report(device, args, config) -> None:
+    N, W = sum(p.numel() for p in ppo_llm.on_meta(config).parameters()), ppo_llm.WORLD_SIZE
+    tokens = device.counts["rollout"]["tokens"]  # of this rank's samples
+    passes = {"critic": 3 * args.critic_epochs, "actor": 3 * args.ppo_epochs}  # a backward pass costs two forward ones
+    limits = [f"seconds of {limit}" for limit in ("arithmetic", "memory", "network")]
+    for phase, count in device.counts.items():
+        count |= {f"GB of {kind}": size / 1e9 for kind, size in device.at_peak[phase].items()}
+        count["GB at the peak"] = device.at_peak[phase].total() / 1e9
+        count["FLOPs / (2 N tokens passes)"] = count["FLOPs"] / (2 * N * tokens * passes.get(phase, 1))
+        count["seconds, min"] = max(count[limits[0]] + count[limits[1]], count[limits[2]])  # FSDP overlaps them
+    counts = device.counts.values()
+    rows = sorted({name for count in counts for name in count})
+    print(f"\n{OPTIONS.model}: N = {N / 1e9:.3g} G, {W * tokens:,} tokens, {W} ranks of {OPTIONS.gpu}\n")
+    table(["", *device.counts], ([row, *(f"{count[row]:.4g}" for count in counts)] for row in rows))
+    binds = [max(limits, key=count.__getitem__).split()[-1] if count["seconds, min"] else "" for count in counts]
+    line(["bound by", *binds])
+    seconds = sum(count["seconds, min"] for phase, count in device.counts.items() if phase != "start")
+    peak = max(count["GB at the peak"] for count in counts)
+    fits = "fits" if peak * 1e9 <= MEMORY else "does not fit"
+    print(f"\nAn iteration takes at least {seconds:.3g} s. The peak, {peak:.3g} GB, {fits} in {MEMORY / 1e9:g} GB.")
+    if OPTIONS.json:
+        row = vars(OPTIONS) | {"flags": FLAGS, "seconds": seconds, "phases": device.counts, "largest": device.largest}
+        Path(OPTIONS.json).open("a").write(json.dumps(row) + "\n")
+
+
+main()
