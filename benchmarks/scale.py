@@ -234,9 +234,8 @@ def report(device, args, config) -> None:
         count["FLOPs / (2 N tokens passes)"] = count["FLOPs"] / (2 * N * tokens * passes.get(phase, 1))
         count["seconds, min"] = max(count[limits[0]] + count[limits[1]], count[limits[2]])  # FSDP overlaps them
     counts = device.counts.values()
-    rows = sorted({name for count in counts for name in count})
     print(f"\n{OPTIONS.model}: N = {N / 1e9:.3g} G, {W * tokens:,} tokens, {W} ranks of {OPTIONS.gpu}\n")
-    table(["", *device.counts], ([row, *(f"{count[row]:.4g}" for count in counts)] for row in rows))
+    table(["", *device.counts], ([row, *(f"{c[row]:.4g}" for c in counts)] for row in sorted(set().union(*counts))))
     binds = [max(limits, key=count.__getitem__).split()[-1] if count["seconds, min"] else "" for count in counts]
     line(["bound by", *binds])
     seconds = sum(count["seconds, min"] for phase, count in device.counts.items() if phase != "start")
