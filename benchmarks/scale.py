@@ -232,14 +232,14 @@ def report(device, args, config) -> None:
         count |= {f"GB of {kind}": size / 1e9 for kind, size in device.at_peak[phase].items()}
         count["GB at the peak"] = device.at_peak[phase].total() / 1e9
         count["FLOPs / (2 N tokens passes)"] = count["FLOPs"] / (2 * N * tokens * passes.get(phase, 1))
-        count["seconds, min"] = max(count[limits[0]] + count[limits[1]], count[limits[2]])  # FSDP overlaps them
-    counts = device.counts.values()
+        count["seconds at least"] = max(count[limits[0]] + count[limits[1]], count[limits[2]])  # FSDP overlaps them
+    phases = {phase: count for phase, count in device.counts.items() if count["seconds at least"]}
+    rows = sorted({name for count in phases.values() for name in count})
     print(f"\n{OPTIONS.model}: N = {N / 1e9:.3g} G, {W * tokens:,} tokens, {W} ranks of {OPTIONS.gpu}\n")
-    table(["", *device.counts], ([row, *(f"{c[row]:.4g}" for c in counts)] for row in sorted(set().union(*counts))))
-    binds = [max(limits, key=count.__getitem__).split()[-1] if count["seconds, min"] else "" for count in counts]
-    line(["bound by", *binds])
-    seconds = sum(count["seconds, min"] for phase, count in device.counts.items() if phase != "start")
-    peak = max(count["GB at the peak"] for count in counts)
+    table(["", *phases], ([row, *(f"{count[row]:.4g}" for count in phases.values())] for row in rows))
+    line(["bound by", *(max(limits, key=count.__getitem__).split()[-1] for count in phases.values())])
+    seconds = sum(count["seconds at least"] for phase, count in phases.items() if phase != "start")
+    peak = max(count["GB at the peak"] for count in phases.values())
     fits = "fits" if peak * 1e9 <= MEMORY else "does not fit"
     print(f"\nAn iteration takes at least {seconds:.3g} s. The peak, {peak:.3g} GB, {fits} in {MEMORY / 1e9:g} GB.")
     if OPTIONS.json:
