@@ -188,7 +188,7 @@ def report() -> None:
         if task == "sums":
             for axis, key in zip(axes, ("samples", "seconds"), strict=True):
                 y = [100 * point["sampled"]["success"] for point in run["points"]]
-                color = {"ours": "C0", "trl": "C1"}[side]
+                color = "C0" if side.startswith("ours") else "C1"
                 axis.plot([point[key] for point in run["points"]], y, color=color, linewidth=1)
     axes[0].set(xlabel="samples", ylabel="held-out sums right, %", ylim=(0, 100))
     axes[1].set(xlabel="seconds")
