@@ -15,14 +15,13 @@ stuck at 1, 9. ranks, sharding, building the models, 10. run folder, saving, res
 
 Terminology. The actor is the policy being trained, and it also samples, through a whole copy on every rank (the
 sampler). The old policy is the actor before the updates of an iteration; it exists only as `old_logprobs`. A sample is
-one episode: prompt, response, and further turns if there are any. An iteration is one rollout and all updates on it, a
+one episode: prompt, response, further turns. An iteration is one rollout and all updates on it, a
 minibatch is one optimizer step, a microbatch one forward and backward pass.
 
 Layout. Rows start at index 0 and are right-padded. Everything is stored at the token's own index: `mask[b, t]` is 1 if
 the actor sampled token t, `logprobs[b, t]` = log pi(token t | tokens < t), `values[b, t]` = V(tokens < t).
 Dimensions: B rows, T tokens, S cache positions, H / Hkv heads, D head size, V vocabulary, N samples of a rollout; n
-tokens of a microbatch, m of them sampled.
-Compute is sharded over ranks, experience is replicated.
+tokens of a microbatch, m of them sampled. Compute is sharded over ranks, experience is replicated.
 """
 
 from __future__ import annotations
@@ -651,11 +650,6 @@ def sampled_values(critic: Transformer, mb: Microbatch) -> Tensor:
     return scatter(critic(mb.tokens, mb.positions, select=predictor, layout=mb.layout), sampled, mb)
 
 
-def next_values(critic: Transformer, mb: Microbatch) -> Tensor:
-    """V(tokens <= t) of each token, [n]."""
-    return critic(mb.tokens, mb.positions, layout=mb.layout)
-
-
 @torch.no_grad()
 def forward_all(model: Transformer | None, experience, function, ranks: Ranks, args: Args, some=slice(None)) -> Tensor:
     """`function(model, microbatch)` [N, T] for this rank's share of `some` samples, 0 elsewhere or without a model."""
@@ -750,7 +744,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         iteration = state.iteration
         clock = [time.time()]  # ends of phases
 
-        # --- Rollout: every rank (with --rollout-ranks these alone) plays some episodes and gets all of them
+        # --- Rollout: every rank plays some episodes and gets all of them
         age = int(state.ahead is not None)  # of the sampler's weights, in iterations
         batch = state.ahead or sample_iteration()
         state.ahead = None
@@ -768,6 +762,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         old_logprobs = forward_all(old_policy, experience, logprobs_of, actors, args)
         ref_logprobs = forward_all(reference, experience, logprobs_of, actors, args)
         values = forward_all(critic, experience, sampled_values, critics, args)
+        next_values = lambda critic, mb: critic(mb.tokens, mb.positions, layout=mb.layout)  # V(tokens <= t)
         bootstrap = forward_all(critic if args.bootstrap_truncated else None, experience, next_values, critics, args)
         for x in (old_logprobs, ref_logprobs, values, bootstrap):
             trainers.sum(x)  # in place; each rank has computed some rows, the others are 0
@@ -871,7 +866,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                     "adv_raw_std": advantage_std, "compute_dtype": str(dtype)}  # fmt: skip
         diagnosis = diagnose_ratio(signals)
         clock.append(time.time())
-        row = metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, trainers)
+        row = metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock)
         run.log(row, batch, experience, diagnosis)
         no_earlier_steps = state.actor_steps == len(actor_steps)
         if no_earlier_steps and diagnosis.cause == "forward_mismatch" and signals["first_dev"] > 1e-2:
@@ -1262,7 +1257,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: str | Path, optional=frozenset()) -> None:
-    """Fill `tensors`, which may be sharded, from safetensors. Raises UserError if other names or shapes are there."""
+    """Fill `tensors`, which may be sharded, from safetensors. Raises UserError if names or shapes differ."""
     with rephrase(f"{folder}: safetensors are missing, corrupt or of another model"):
         reader = dcp.HuggingFaceStorageReader(str(folder))
         sizes = {name: x.size for name, x in reader.read_metadata().state_dict_metadata.items()}
@@ -1275,7 +1270,8 @@ def read_tensors(tensors: dict[str, Tensor], folder: str | Path, optional=frozen
 
 def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTokenizer, path: str | Path) -> None:
     """Write a folder that transformers can load. All ranks of a sharded model call it."""
-    weights = {name: full(p.detach()).cpu().contiguous() for name, p in model.named_parameters()}
+    whole = ((name, full(p.detach())) for name, p in model.named_parameters())
+    weights = {name: x.cpu().contiguous() for name, x in whole if RANK == 0}  # on one host
     if RANK > 0:
         return
     path = Path(path)
@@ -1291,7 +1287,7 @@ def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTok
 # gymnasium.Env with text as observation and action: reset(seed=...) -> (prompt, info), step(response) -> (text, reward,
 # terminated, truncated, info). A seed always gives the same prompt. info["demonstration"] of reset serves the warm
 # start, info["success"] of the last step accuracy. info["rewards"] of step: dense or process rewards besides `reward`,
-# a list of (end, reward) for response[:end], end in characters.
+# a list of (end, reward) for response[:end].
 # FORK: write yours like these two and pass --env-id my_module:MyEnv-v0.
 
 
@@ -1334,7 +1330,7 @@ def load_gsm8k(path: str) -> list[tuple[str, str, float]]:
             rows.append((row["question"], row["answer"], float(parse_number(row["answer"]))))
     if not rows:
         raise UserError(f"no rows in {path}")
-    return random.Random(0).sample(rows, len(rows))  # shuffled once: consecutive seeds see every row once an epoch
+    return random.Random(0).sample(rows, len(rows))  # shuffled: consecutive seeds see every row once
 
 
 class GSM8K(gym.Env):
@@ -1436,7 +1432,7 @@ def read_step(parts: list[dict], grad_norm: Tensor, n_tokens: int, ranks: Ranks)
     return step | {"tokens": n_tokens, "grad_norm": norm, "skipped": not math.isfinite(norm)}
 
 
-def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock, trainers) -> dict:
+def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock) -> dict:
     """A line of metrics.jsonl. Means over steps are weighted by tokens; skipped steps do not count."""
     N, mask, seconds = len(experience), experience.mask, clock[-1] - clock[0]
     returns, values = experience.returns[mask], experience.values[mask]
@@ -1462,7 +1458,6 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, 
     row["ratio/steps"] = actor_steps  # statistics of each, instead of their number
     for phase, start, end in zip(("rollout", "score", "critic", "actor", "hand_over", "diagnose"), clock, clock[1:]):
         row[f"time/{phase}"] = end - start
-    row["time/ranks"] = [[t - times[0] for t in times] for times in trainers.gather(clock)]
     for model, steps in (("actor", actor_steps), ("critic", critic_steps)):
         made = [step for step in steps if not step["skipped"]]
         row[f"grad/skipped_{model}"] = len(steps) - len(made)
@@ -1577,7 +1572,7 @@ def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, a
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 SFT_BATCH_SIZE = 256  # demonstrations per step
-# Bars for what takes over a second: only on rank 0, and only on a terminal (disable=None).
+# Of what takes over a second, on rank 0, on a terminal (disable=None).
 progress = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 or None)
 DEFAULTS = {  # without --model, with --model
     "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (60, 0), "sft_lr": (1.3e-3, 1e-5),
@@ -1607,7 +1602,6 @@ def rephrase(what: str, kinds=(Exception, dcp.api.CheckpointException)):
 
 
 def print0(text: str) -> None:
-    """Print on rank 0."""
     if RANK == 0:
         print(text, flush=True)
 
@@ -1639,6 +1633,8 @@ def validate(args: Args, world_size: int = 1) -> Plan:
     ]:
         if wrong:
             raise UserError(text)
+    if args.train_batch_size < world_size:
+        print0(f"--train-batch-size {args.train_batch_size}: some of {world_size} ranks will be idle")
     return plan_steps(args, world_size)
 
 
@@ -1745,7 +1741,9 @@ def shard(model: Transformer, ranks: Ranks, args: Args, dtype: torch.dtype) -> T
         for block in model.model.layers:  # in place, so that names stay
             block.compile(dynamic=True)
     value_head = [] if model.head == "lm" else [model.score]  # stays in float32
-    for unit in (*model.model.layers, *value_head, model) if ranks.mesh else ():
+    tied = model.head == "lm" and model.config.tie_word_embeddings
+    embedding = [] if tied else [model.model.embed_tokens]  # large
+    for unit in (*model.model.layers, *value_head, *embedding, model) if ranks.mesh else ():
         precision = torch.float32 if unit in value_head else dtype
         policy = MixedPrecisionPolicy(precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
         # The root, too, must reshard: else its weights are no DTensors between forward and backward.
@@ -1775,7 +1773,7 @@ def local(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_weights(source, target, sources: Ranks, ranks: Ranks, skip=()) -> None:
-    """Copy model `source`, sharded over `sources`, to `target`, tensor by tensor, but for the names to `skip`.
+    """Copy `source`, sharded over `sources`, to `target`, but for the names to `skip`.
 
     All `ranks` call it, with None for a model they do not hold. Raises ValueError if names differ.
     """
@@ -1785,9 +1783,10 @@ def copy_weights(source, target, sources: Ranks, ranks: Ranks, skip=()) -> None:
         raise ValueError(f"cannot copy weights that only one model has: {sorted(only_one)}")
     for name in [name for name in targets or weights if name not in skip]:
         like = (targets or weights)[name]
-        whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         if source:
-            whole = full(weights[name]).to(like.dtype)
+            whole = full(weights[name].to(like.dtype))
+        else:
+            whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         if sources.size < ranks.size:
             dist.broadcast(whole, src=0, group=ranks.group)
         if target and isinstance(like, DTensor):
@@ -1949,7 +1948,7 @@ def catch_signals(stack: contextlib.ExitStack) -> list[int]:
         os.write(2, b"\nstopping after this iteration; Ctrl-\\ stops at once\n")
 
     for signum in (signal.SIGTERM, signal.SIGINT):
-        stack.callback(signal.signal, signum, signal.signal(signum, handle))  # put back at the end
+        stack.callback(signal.signal, signum, signal.signal(signum, handle))
     return received
 
 
@@ -1975,7 +1974,7 @@ class RunFolder:
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
 
     def append(self, name: str, row: dict) -> None:
-        """Write a line of JSON, which has no NaN and Infinity: they are left out, like None."""
+        """Write a line of JSON, without NaN, Infinity and None."""
         row = json.loads(json.dumps(row), parse_constant=lambda constant: None)
         self.files[name].write(json.dumps({key: value for key, value in row.items() if value is not None}) + "\n")
         self.files[name].flush()

@@ -175,7 +175,7 @@ def iteration() -> None:
         row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
     made = sum(lengths) / samples
     print(f"\none iteration, {name}, {samples} samples, prompts of {PROMPT}, responses of mean {made:.0f}\n")
-    keys = [key for key in row if key.startswith(("time/", "perf/")) and key != "time/ranks"]
+    keys = [key for key in row if key.startswith(("time/", "perf/"))]
     common.table(["", ""], [(key, f"{row[key]:,.3f}") for key in keys])
 
 

@@ -29,10 +29,10 @@ class Sums(gym.Env):
 
     def __init__(self, split: str = "train", digits: int = 1):
         numbers = range(10**digits)
-        self.pairs = split_rows([(a, b) for a in numbers for b in numbers], split)
+        self.rows = split_rows([(a, b) for a in numbers for b in numbers], split)
 
     def reset(self, *, seed=None, options=None):
-        self.a, self.b = self.pairs[(seed or 0) % len(self.pairs)]
+        self.a, self.b = self.rows[(seed or 0) % len(self.rows)]
         return f"What is {self.a} + {self.b}?", {}
 
     def step(self, response):
@@ -49,10 +49,10 @@ class Cheerful(gym.Env):
     def __init__(self, split: str = "train"):
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-        self.topics, self.scorer = split_rows(TOPICS, split), SentimentIntensityAnalyzer()
+        self.rows, self.scorer = split_rows(TOPICS, split), SentimentIntensityAnalyzer()
 
     def reset(self, *, seed=None, options=None):
-        return f"Tell me about {self.topics[(seed or 0) % len(self.topics)]}.", {}
+        return f"Tell me about {self.rows[(seed or 0) % len(self.rows)]}.", {}
 
     def step(self, response):
         return "", self.scorer.polarity_scores(response)["compound"], True, False, {}

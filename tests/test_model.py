@@ -80,18 +80,6 @@ def test_stop_ids_are_those_of_config_generation_config_and_tokenizer(ppo, tmp_p
     assert (tokenizer.stop_ids, tokenizer.eos_id, tokenizer.pad_id) == (stop_ids, eos_id, pad_id)
 
 
-def test_a_conversation_is_rendered_by_the_template(ppo, tmp_path):
-    """Prompt, a sampled answer with its end of turn, and feedback together are the render of the whole conversation."""
-    tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, CHATML))
-    prompt = ids_of("<|im_start|>user\n2 < 3?<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.encode_prompt("2 < 3?") == prompt
-    feedback = ids_of("\n<|im_start|>user\nToo low,\ntry ß.<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.encode_feedback("Too low,\ntry ß.") == feedback  # the actor has sampled <|im_end|> itself
-    write_tokenizer(tmp_path, "wrong")
-    (tmp_path / "chat_template.jinja").write_text(CHATML, encoding="utf-8")  # it wins
-    assert ppo.HFTokenizer(tmp_path).encode_prompt("2 < 3?") == prompt
-
-
 def test_the_prompt_has_one_bos_with_or_without_template_and_feedback_none(ppo, tmp_path):
     tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, bos=True))
     assert tokenizer.encode_prompt("hello") == [4, *ids_of("hello")]

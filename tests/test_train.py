@@ -170,13 +170,6 @@ def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo, run):
     assert len(orders) == 4
 
 
-@pytest.mark.both
-def test_two_runs_with_one_seed_write_the_same_files(ppo, run, tmp_path):
-    one, two = run(sft_steps=1), record(ppo, tmp_path, sft_steps=1)
-    assert without_clock(one.rows) == without_clock(two.rows)
-    assert lines(one.folder, "completions") == lines(two.folder, "completions")
-
-
 @pytest.mark.parametrize("flags", [
     dict(micro_batch_tokens=30), dict(activation_checkpointing=True), dict(rollout_slots=3), dict(max_prompt_tokens=40),
 ])  # fmt: skip
