@@ -1,9 +1,11 @@
 """The same run with one process and with several ranks, meshes and placements: how far apart are the numbers?
 
-    python benchmarks/ranks.py [script.py]
+    python benchmarks/ranks.py [script.py]        # up to 4 ranks
+    python benchmarks/ranks.py many [script.py]   # 8 and 16, many more than cores: does it start, agree and end
 
 Three iterations of the embedded task in float32 on the CPU, most of what the loop can do switched on. Compared are four
 completions an iteration, all numbers in metrics.jsonl but timings and the rollout's counters, and exported weights.
+A start is what passes before the run folder is made: imports, rendezvous, models.
 """
 
 import json
@@ -12,12 +14,15 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
-SCRIPT = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent / "ppo_llm.py").resolve()
+MANY = sys.argv[1:2] == ["many"]
+REST = sys.argv[1 + MANY :]
+SCRIPT = Path(REST[0] if REST else Path(__file__).parent.parent / "ppo_llm.py").resolve()
 FLAGS = (
     "--num-iterations 3 --rollout-batch-size 64 --n-samples-per-prompt 2 --train-batch-size 32 "
     "--micro-batch-tokens 200 --sft-steps 5 --eval-episodes 32 --kl-coef 0.05 --ref-sync-every 2 "
@@ -29,6 +34,10 @@ RUNS = {  # name: (ranks, further flags); 0 ranks: no torchrun
     "2 ranks, actor and critic apart": (2, "--critic-ranks 1"), "4 ranks, 3 + 1": (4, "--critic-ranks 1"),
     "4 ranks, 2 + 2": (4, "--critic-ranks 2"), "2 ranks, activation checkpointing": (2, "--activation-checkpointing"),
 }  # fmt: skip
+if MANY:
+    RUNS = {"1 process": (0, ""), "8 ranks": (8, ""), "8 ranks, 6 + 2": (8, "--critic-ranks 2"), "16 ranks": (16, ""),
+            "16 ranks, 12 + 4": (16, "--critic-ranks 4"),
+            "16 ranks, activation checkpointing": (16, "--activation-checkpointing")}  # fmt: skip
 SKIPPED = ("time/", "perf/", "rollout/")
 
 
@@ -51,13 +60,16 @@ def main() -> None:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
     print(f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}\n")
-    print("| run | same responses | largest difference of a metric | of a weight |\n|---|---|---|---|", flush=True)
+    columns = ["run", "same responses", "largest difference of a metric", "of a weight", "start, s", "the rest, s"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     with tempfile.TemporaryDirectory() as work:
         for i, (name, (ranks, flags)) in enumerate(RUNS.items()):
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
             command = [sys.executable, *launch, str(SCRIPT), *FLAGS, *flags.split()]
             command += ["--log-dir", work, "--run-name", str(i)]
-            run = subprocess.run(command, env=env, text=True, capture_output=True, timeout=300)
+            started = time.perf_counter()
+            run = subprocess.run(command, env=env, text=True, capture_output=True, timeout=1800)
+            whole = time.perf_counter() - started
             if run.returncode:
                 sys.exit(f"{name}: exit code {run.returncode}\n{run.stderr[-3000:]}")
             metrics, texts, weights = results(Path(work, str(i)))
@@ -70,7 +82,9 @@ def main() -> None:
             shift = max(float((weights[k] - first[2][k]).abs().max()) for k in weights)
             same = f"{sum(a == b for a, b in zip(texts, first[1], strict=True))} of {len(texts)}"
             where = f" ({key.partition('/')[2].partition('/')[2]})" if worst[key] else ""
-            print(f"| {name} | {same} | {worst[key]:.1e}{where} | {shift:.1e} |", flush=True)
+            rest = json.loads(Path(work, str(i), "summary.json").read_text())["seconds"]
+            seconds = f"{whole - rest:.0f} | {rest:.0f}"
+            print(f"| {name} | {same} | {worst[key]:.1e}{where} | {shift:.1e} | {seconds} |", flush=True)
 
 
 if __name__ == "__main__":

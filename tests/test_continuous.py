@@ -202,16 +202,6 @@ def test_slots_go_on_while_an_environment_is_slow(play, monkeypatch, method):
     assert batch.stats["rollout/decode_steps"] >= (5 * 4 + 1 if method == "reset" else 5 * 6)
 
 
-def test_waiting_for_environments_takes_no_processor_time(play):
-    class Sleeps(TextEnv):
-        turn = lambda self, response: time.sleep(1.0) or ("", 1.0, True, False, {})
-
-    play(continuous, TextEnv, 2, 2)  # threads have been started
-    before = time.thread_time()
-    play(continuous, Sleeps, 2, 2)
-    assert time.thread_time() - before < 0.5
-
-
 @pytest.mark.parametrize("method", ["reset", "step"])
 def test_a_hung_environment_is_named_while_others_play(play, method, monkeypatch):
     class HangsAt(TextEnv):

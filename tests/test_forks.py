@@ -8,18 +8,23 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import ROOT
+from test_distributed import finish, flags_of, start, torchrun
+from test_train import assert_same_metrics, lines
 
 FORKS = sorted((ROOT / "tests" / "forks").glob("*.patch"))
 FLAGS = dict(num_iterations=2, rollout_batch_size=16, n_samples_per_prompt=2, train_batch_size=16, sft_steps=30,
              eval_episodes=8, save_every=1, run_name="run")  # fmt: skip
 
 
+def patched_script(patch, folder):
+    (folder / "ppo_llm.py").write_bytes((ROOT / "ppo_llm.py").read_bytes())
+    subprocess.run(["git", "apply", ROOT / "tests" / "forks" / f"{patch}.patch"], cwd=folder, check=True)
+    return folder / "ppo_llm.py"
+
+
 def run(patch, folder, **flags):
     """(module, rows of metrics.jsonl, run folder) of the patched script."""
-    (folder / "ppo_llm.py").write_bytes((ROOT / "ppo_llm.py").read_bytes())
-    if patch:
-        subprocess.run(["git", "apply", ROOT / "tests" / "forks" / f"{patch}.patch"], cwd=folder, check=True)
-    spec = importlib.util.spec_from_file_location("ppo_llm", folder / "ppo_llm.py")
+    spec = importlib.util.spec_from_file_location("ppo_llm", patched_script(patch, folder))
     ppo = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(__import__("sys").modules, "ppo_llm", ppo)
@@ -31,7 +36,8 @@ def run(patch, folder, **flags):
 
 
 def test_all_forks_are_tested_and_say_what_they_do():
-    assert [path.stem for path in FORKS] == ["group_normalised", "joint_loss", "length_penalty", "lora", "replay"]
+    assert [path.stem for path in FORKS] == ["group_normalised", "joint_loss", "length_penalty", "lora", "replay",
+                                              "tensor_parallel_sampler"]  # fmt: skip
     assert all(path.read_text().index("diff --git a/ppo_llm.py b/ppo_llm.py") > 40 for path in FORKS)
 
 
@@ -77,3 +83,15 @@ def test_lora_is_exported_merged_and_resumed(tmp_path):
 
     resumed = run("lora", tmp_path, num_iterations=3, resume="auto", missing_eos_penalty=1.0)[1]
     assert [row["iteration"] for row in resumed] == [0, 1, 2] and resumed[:2] == rows
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_sampler_give_the_samples_and_numbers_of_whole_ones(tmp_path):
+    script = patched_script("tensor_parallel_sampler", tmp_path)
+    for ranks in "12":
+        flags = flags_of(run_name=ranks, sampler_ranks=ranks, env_id="environments:TwoTurns-v0", kl_coef=0.1)
+        code, output = finish(start(torchrun(2, script, *flags), tmp_path), timeout=120)
+        assert code == 0, output
+    texts = [[row["response"] for row in lines(tmp_path / ranks, "completions")] for ranks in "12"]
+    assert texts[0] == texts[1] and len(set(texts[0])) > 2
+    assert_same_metrics(lines(tmp_path / "1"), lines(tmp_path / "2"))

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import shutil
-import time
 
 import environments
 import gymnasium as gym
@@ -301,10 +300,3 @@ def test_text_that_is_not_ascii_passes(ppo):
     batch = run(ppo, scripted_model(ppo, unicode, {"=": "🙂", "🙂": "漢", "漢": "é"}), unicode, envs, samples=2)
     assert batch.prompts == list(environments.NonAscii.prompts) and batch.texts == ["🙂漢é"] * 2
     assert [env.unwrapped.seen for env in envs] == [["🙂漢é"]] * 2 and batch.lengths.tolist() == [9, 7]
-
-
-def test_environments_are_called_side_by_side(ppo, tokenizer, monkeypatch):
-    monkeypatch.setattr(environments.TextEnv, "turn", lambda *_: time.sleep(0.2) or ("", 1, True, False, {}))
-    started = time.monotonic()
-    run(ppo, scripted_model(ppo, tokenizer, {}), tokenizer, samples=16)
-    assert time.monotonic() - started < 16 * 0.2 / 2
