@@ -68,7 +68,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-# ################################################## Part I: PPO ##################################################
+# ########################################## Part I: PPO ##########################################
 
 # === 1. Arguments ===
 
@@ -81,7 +81,7 @@ class Args:
     run_name: str | None = None  # default <env>__<script>__<seed>__<time>
     log_dir: str = "runs"  # run folders go here
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes; auto: bfloat16 on cuda
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on cuda
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on with cuda
     critic_ranks: int = 0  # ranks for the critic alone, behind the actor's
     rollout_ranks: int = 0  # the last ranks, which only sample, one iteration ahead
@@ -122,7 +122,7 @@ class Args:
     entropy_coef: float = 0.0  # weight of the entropy bonus
     target_kl: float | None = None  # actor steps end when approx_kl exceeds it
     recompute_old_logprobs: bool = True  # if off, use the sampler's
-    rollout_is_cap: float | None = None  # cap of pi_old / pi_sampler; default 2 with rollout ranks; 0: off
+    rollout_is_cap: float | None = None  # of pi_old / pi_sampler; default 2 with rollout ranks; 0: off
     kl_coef: float | None = None  # KL to reference; default 0.02, with --model 0.01
     kl_in: Literal["reward", "loss"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1, in the loss k3
@@ -143,13 +143,13 @@ Plan = namedtuple("Plan", "samples_per_iteration minibatches update_steps critic
 
 
 def plan_steps(args: Args, world_size: int = 1) -> Plan:
-    """update_steps = rollout_batch_size * n_samples_per_prompt * ppo_epochs / train_batch_size, of the actor.
+    """update_steps = rollout_batch_size * n_samples_per_prompt * ppo_epochs / train_batch_size.
 
     Sizes are global: more ranks make the same steps faster. Raises UserError if they do not divide.
     """
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples % args.train_batch_size:
-        raise UserError(f"--train-batch-size {args.train_batch_size}: must divide the {samples} samples")
+        raise UserError(f"--train-batch-size {args.train_batch_size}: must divide {samples} samples")
     minibatches = samples // args.train_batch_size
     actor_steps = minibatches * args.ppo_epochs
     critic_steps = minibatches * (args.critic_epochs or args.ppo_epochs)
@@ -159,7 +159,7 @@ def plan_steps(args: Args, world_size: int = 1) -> Plan:
 
 
 # === 2. Rollout ===
-# In waves of `rollout_slots` rows, which take their turns together. The longest episode ends a wave.
+# In waves of `rollout_slots` rows that take turns together. The longest episode ends a wave.
 
 
 @dataclass
@@ -171,7 +171,7 @@ class Rollout:
     logprobs: Tensor  # [N, T] log-prob when sampled, 0 outside the mask
     rewards: Tensor  # [N, T] a turn's on its last sampled token, dense ones where they were earned
     lengths: Tensor  # [N]
-    stop: list[str]  # "eos": ended; "length": cut at max_new_tokens; "env": truncated by the environment
+    stop: list[str]  # "eos": ended; "length": cut at max_new_tokens; "env": cut by the environment
     texts: list[str]  # what followed the prompt
     stats: dict[str, float]
     prompts: list[str]
@@ -214,7 +214,7 @@ class Episode:
         self.limit = self.prompt_length + args.max_new_tokens
 
     def add_dense_rewards(self, pairs: list, tokenizer: HFTokenizer) -> None:
-        """(end, reward) is for response[:end]. It goes to the token that completes these characters."""
+        """(end, reward) is for response[:end] and goes to the token that completes these characters."""
         ids = self.ids[self.turn :]
         response = tokenizer.decode(ids)
         with rephrase(f"{self.where}: info['rewards'] must hold (end, finite reward), 1 <= end <= {len(response)}"):
@@ -265,7 +265,7 @@ def decode_step(actor: Transformer, cache: KVCache, slots: Slots, temperature: f
     # FORK: sampling. Top-p or top-k must go into every log-prob too, or the ratio is wrong.
     logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
     preference = logprobs
-    if not greedy:  # argmax of p / exponential noise draws from p; torch.multinomial would make the host wait
+    if not greedy:  # argmax of p / exponential noise draws from p; multinomial would make the host wait
         preference = logprobs.exp() / sampling_noise(slots.keys, slots.length, logits.shape[1])
     token = preference.argmax(dim=-1, keepdim=True)  # [B, 1]
     index = torch.where(slots.alive, slots.length, cache.scratch)[:, None]  # [B, 1]
@@ -279,7 +279,7 @@ compiled_decode_step = torch.compile(decode_step, dynamic=True)
 
 
 def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict[int, Episode], args: Args) -> None:
-    """Upload the text of `playing` {row: episode}, prefill what is not cached, let the rows decode."""
+    """Upload the text of `playing` {row: episode}, prefill what the cache lacks, let them decode."""
     texts = padded([e.ids for e in playing.values()], 0)
     numbers = torch.tensor([(row, len(e.ids), e.limit, e.cached) for row, e in playing.items()])
     width = max(len(e.ids) - 1 - e.cached for e in playing.values())  # the newest token is left to decode_step
@@ -287,7 +287,7 @@ def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict[i
     slots.tokens[rows, : texts.shape[1]] = texts.to(rows.device)
     slots.length[rows], slots.limit[rows], slots.alive[rows] = length, limit, True
     positions = cached[:, None] + torch.arange(width, device=rows.device)  # [R, width]
-    positions = torch.where(positions < length[:, None] - 1, positions, cache.scratch)  # padding goes to scratch
+    positions = torch.where(positions < length[:, None] - 1, positions, cache.scratch)  # of padding
     new = slots.tokens[rows[:, None], positions]  # [R, width]
     size = max(1, args.micro_batch_tokens // max(1, width))
     for start in range(0, len(playing) if width else 0, size):
@@ -315,7 +315,7 @@ def envs_needed(args: Args, samples: int) -> int:
 
 @torch.no_grad()
 def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
-    """Sample an episode for each of `seeds` [N] in waves of up to rollout_slots (and len(envs)) rows.
+    """Sample an episode for each of `seeds` [N], in waves of up to rollout_slots and len(envs) rows.
 
     `actor` is the sampler. `sample_ids` [N] and `iteration` choose the noise. Raises UserError.
     """
@@ -388,7 +388,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Estimates k1, k2, k3 of KL(pi || pi_ref) from tokens of pi (http://joschu.net/blog/kl-approx.html)."""
+    """Estimates k1, k2, k3 of KL(pi || pi_ref), from tokens of pi (joschu.net/blog/kl-approx.html)."""
     logratio = logprobs - ref_logprobs
     return {"k1": logratio, "k2": logratio.square() / 2, "k3": torch.exp(-logratio) - 1 + logratio}[kind]
 
@@ -430,19 +430,20 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, d
     if dual_clip is not None:
         losses = torch.where(advantages < 0, torch.min(losses, -advantages * dual_clip), losses)
     with torch.no_grad():
+        ratios = ratio if ratio.numel() else ratio.new_ones(1)  # a rank may have no tokens
         stats = {
             "clipfrac": (pg_loss2 > pg_loss1).sum() / denom,
             "out_of_clip": ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).sum() / denom,
             "approx_kl": (ratio - 1 - logratio).sum() / denom,  # k3 of KL(old || new)
             "ratio_mean": (ratio * mask).sum() / denom,
-            "ratio_max": ratio.max(),
-            "ratio_min": ratio.min(),
+            "ratio_max": ratios.max(),
+            "ratio_min": ratios.min(),
         }
     return losses.sum() / denom, stats
 
 
 def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tensor:
-    """Half the squared error, or that of values clipped to old_values +- clip if larger. Sum over mask / denom."""
+    """Half the squared error, of values clipped to old_values +- clip if larger; sum over mask / denom."""
     mask = mask.bool()
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     losses = (values - returns).square()
@@ -454,7 +455,7 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 
 
 def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at `targets`, and its entropy: [n, d], [V, d], [n] -> [n], [n].
+    """log softmax(hidden @ weight.T / temperature) at `targets`, and entropy, from [n, d], [V, d], [n].
 
     The chunked equivalent of these lines, whose logits [n, V] may take more memory than the model:
         logprobs = F.log_softmax((hidden @ weight.T).float() / temperature, dim=-1)
@@ -466,17 +467,16 @@ def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Te
 # === 4. Training loop ===
 
 
-@dataclass
+@dataclass(frozen=True)
 class Experience:
-    """All that an iteration stores about its N samples."""
+    """All that an iteration stores about its N samples. `dataclasses.replace` changes fields."""
 
-    tokens: Tensor
+    tokens: Tensor  # [N, T]
     mask: Tensor  # [N, T] bool
     logprobs: Tensor  # [N, T] of the sampler
     rewards: Tensor  # [N, T]
     truncated: Tensor  # [N] bool
-    cpu_lengths: Tensor  # [N] on the CPU: shapes without a host sync
-    cpu_counts: Tensor  # [N] sampled tokens, on the CPU
+    lengths: Tensor  # [N] on the CPU
     old_logprobs: Tensor | None = None  # [N, T], like the next four; 0 outside the mask
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
@@ -490,76 +490,73 @@ class Experience:
         truncated = torch.tensor([stop != "eos" for stop in batch.stop])
         # FORK: which tokens train: batch.mask. A reward outside of it is lost.
         tensors = (batch.tokens, batch.mask, batch.logprobs, batch.rewards, truncated)
-        return cls(*(x.to(device) for x in tensors), cpu_lengths=batch.lengths, cpu_counts=batch.mask.sum(1))
+        return cls(*(x.to(device) for x in tensors), lengths=batch.lengths)
 
     def __len__(self) -> int:
-        return len(self.cpu_lengths)
+        return len(self.lengths)
+
+    @functools.cached_property
+    def cpu_mask(self) -> Tensor:
+        """The mask, from which the host counts tokens without waiting for the device."""
+        return self.mask.cpu()
 
     def microbatch(self, rows: Tensor) -> Microbatch:
         """The samples `rows` [B], indices on the CPU."""
-        n_sampled, lengths = int(self.cpu_counts[rows].sum()), self.cpu_lengths[rows]
+        lengths = self.lengths[rows]
         if len(rows) == 0:  # FSDP's calls are collective: compute a prompt token
             rows, lengths = torch.tensor([0]), torch.tensor([1])
         B, T = len(rows), int(lengths.max())
         row, position = (torch.arange(T) < lengths[:, None]).nonzero().T  # [n] each
-        stored = rows[row] * self.tokens.shape[1] + position
-        position, place, stored = upload(torch.stack((position, row * T + position, stored)), self.tokens.device)
-        fields = {name: x.flatten()[stored] for name, x in vars(self).items() if x is not None and x.ndim == 2}
-        return Microbatch(**fields, positions=position, layout=(place, B, T), stored=stored, n_sampled=n_sampled)
+        index = rows[row] * self.tokens.shape[1] + position  # [n] in N * T
+        sampled = self.cpu_mask.flatten()[index].nonzero()[:, 0]  # [m] in n
+        device = self.tokens.device
+        index, position, place = upload(torch.stack((index, position, row * T + position)), device)
+        sampled = upload(sampled, device)
+        stored = index[sampled]  # [m] in N * T
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        mb = {name: x.flatten()[stored] for name, x in fields.items() if x is not None and x.ndim == 2}
+        mb["tokens"] = self.tokens.flatten()[index]
+        return Microbatch(**mb, positions=position, layout=(place, B, T), sampled=sampled, stored=stored)
 
 
 class Microbatch(types.SimpleNamespace):
-    """The n tokens of B samples, one after the other, without padding.
+    """The n tokens of B samples, one after the other without padding, of which m were sampled.
 
-    `tokens`, `mask`, `values`, ... [n]: as in Experience. `positions` [n]: in the sample. `layout`: where attention
-    pads, see `pad`. `stored` [n]: indices into N * T of the experience. `n_sampled`: the sum of mask, on the host.
+    `tokens` [n], `positions` [n] in their sample, `layout`: where attention pads, see `pad`.
+    `sampled` [m]: indices in n; `stored` [m]: indices in N * T of the experience, whose other
+    fields the microbatch has of the sampled tokens alone: `old_logprobs` [m], ..., `mask` of ones.
+
+    The next two functions shift by one, and nothing else in training does: the output at t - 1, which is of
+    the same sample since that starts with a prompt, predicts token t and values the state before it.
+        tokens [a b C D | a E]   mask [0 0 1 1 0 1]   ->   sampled [2 3 5], predicted at [1 2 4]
     """
 
 
-def sampled_and_predictor(mb: Microbatch) -> tuple[Tensor, Tensor]:
-    """Indices [m] of the sampled tokens, and of the tokens whose outputs predict them.
-
-    Training shifts by one here and nowhere else: the output at t - 1 predicts token t, and values the state before it.
-        tokens [a b C D | a E]   mask [0 0 1 1 0 1]   ->   sampled [2 3 5], predictor [1 2 4]
-    A sample starts with a prompt: predictors never cross samples.
-    """
-    sampled = torch.nonzero_static(mb.mask, size=mb.n_sampled)[:, 0]  # nonzero() would wait for the device
-    return sampled, sampled - 1
-
-
-def scatter(x: Tensor, indices: Tensor, mb: Microbatch) -> Tensor:
-    """[m] -> [n], 0 elsewhere."""
-    return x.new_zeros(len(mb.tokens)).index_copy(0, indices, x)
-
-
-def sampled_logprobs(model: Transformer, mb: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of the sampled tokens, and entropy of the distributions they came from: [n] each."""
-    sampled, predictor = sampled_and_predictor(mb)
-    logprobs, entropy = model(mb.tokens, mb.positions, select=predictor, targets=mb.tokens[sampled],
-                              temperature=temperature, layout=mb.layout)
-    return scatter(logprobs, sampled, mb), scatter(entropy, sampled, mb)
+def sampled_logprobs(model: Transformer, mb: Microbatch, temperature: float):
+    """Log-probs [m] of the sampled tokens, entropy [m] of the distributions they came from."""
+    return model(mb.tokens, mb.positions, select=mb.sampled - 1, targets=mb.tokens[mb.sampled],
+                 temperature=temperature, layout=mb.layout)  # fmt: skip
 
 
 def sampled_values(critic: Transformer, mb: Microbatch) -> Tensor:
-    """Values of the states in which tokens were sampled, [n]."""
-    sampled, predictor = sampled_and_predictor(mb)
-    return scatter(critic(mb.tokens, mb.positions, select=predictor, layout=mb.layout), sampled, mb)
+    """Values [m] of the states in which tokens were sampled."""
+    return critic(mb.tokens, mb.positions, select=mb.sampled - 1, layout=mb.layout)
 
 
 @torch.no_grad()
-def forward_all(model: Transformer | None, experience, function, ranks: Ranks, args: Args, some=slice(None)) -> Tensor:
-    """`function(model, microbatch)` [N, T] for this rank's share of `some` samples, 0 elsewhere or without a model."""
+def forward_all(model, function, experience, ranks, trainers, args, some=slice(None)) -> Tensor:
+    """`function(model, microbatch)` of all samples, or `some`: [N, T], 0 for what was not sampled.
+
+    The `ranks` that hold the model compute a share each, all `trainers` get the sum.
+    """
     out = torch.zeros(experience.tokens.shape, device=experience.tokens.device)
-    if model is None:
-        return out
-    samples = torch.arange(len(experience))[some]
-    parts = microbatches(samples, experience.cpu_lengths, ranks, args.micro_batch_tokens)
+    samples, parts = torch.arange(len(experience))[some], []
+    if model:
+        parts = microbatches(samples, experience.lengths, ranks, args.micro_batch_tokens)
     for rows in progress(parts, "scoring, microbatches"):
         mb = experience.microbatch(rows)
-        result = function(model, mb)  # [n]
-        if len(rows):
-            out.view(-1)[mb.stored] = result.float()
-    return out
+        out.view(-1)[mb.stored] = function(model, mb).float()
+    return trainers.sum(out)
 
 
 def shuffled_minibatches(experience: Experience, ranks: Ranks, args: Args, iteration: int, epoch: int):
@@ -568,8 +565,8 @@ def shuffled_minibatches(experience: Experience, ranks: Ranks, args: Args, itera
     # FORK: which samples make a minibatch.
     minibatches = torch.randperm(len(experience), generator=generator).split(args.train_batch_size)
     for rows in progress(minibatches, f"epoch {epoch + 1}, minibatches"):
-        n_tokens = int(experience.cpu_counts[rows].sum())
-        parts = microbatches(rows, experience.cpu_lengths, ranks, args.micro_batch_tokens)
+        n_tokens = int(experience.cpu_mask[rows].sum())
+        parts = microbatches(rows, experience.lengths, ranks, args.micro_batch_tokens)
         if n_tokens > 0:  # else there is nothing to learn
             yield n_tokens, [experience.microbatch(part) for part in parts]
 
@@ -596,10 +593,11 @@ def train(args: Args) -> dict:
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     # --- Ranks, environments, models (None where a rank holds none), run folder
     plan = validate(args, WORLD_SIZE)
-    world, trainers, actors, critics, players, dtype = connect(args)
+    roles, dtype = connect(args)
+    world, trainers, actors, critics, players = roles
     device, N = world.device, plan.samples_per_iteration
     envs, eval_envs = make_envs(args, N, players), make_envs(args, args.eval_episodes, world, evaluation=True)
-    tokenizer, models = build_models(args, envs[0], trainers, actors, critics, dtype)
+    tokenizer, models = build_models(args, envs[0], roles, dtype)
     actor, critic, reference, sampler = models
     actor_optimizer, critic_optimizer = make_optimizer(actor, args), make_optimizer(critic, args)
     trained = {"actor": (actor, actor_optimizer, actors), "critic": (critic, critic_optimizer, critics),
@@ -627,15 +625,15 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         return play(envs, seeds, args, state.iteration, players=players)
 
     def hand_over() -> int:
-        """Samples of --rollout-ranks to all, then new weights to the samplers. Returns a received signal, or 0."""
+        """Samples of --rollout-ranks to all, new weights to the samplers. Returns a signal, or 0."""
         if args.rollout_ranks and state.iteration < args.num_iterations:
-            state.ahead = sample_iteration()  # rollout ranks sample, with the weights before the update; trainers wait
+            state.ahead = sample_iteration()  # with the weights before the update; trainers wait
         copy_weights(actor, sampler, actors, world)
         return max(world.gather(max(signals_received, default=0)))
 
-    # With --rollout-ranks these sample for iteration i + 1 while the trainers update on iteration i. The policy that
-    # sampled is then one iteration old; importance weights pi_old / pi_sampler correct for it, as in decoupled PPO
-    # (https://arxiv.org/abs/2110.00641). With --no-recompute-old-logprobs the sampler is the old policy.
+    # With --rollout-ranks these sample for iteration i + 1 while the trainers update on iteration i.
+    # The policy that sampled is then one iteration old; importance weights pi_old / pi_sampler correct
+    # for it, as in decoupled PPO (https://arxiv.org/abs/2110.00641).
     while state.iteration < args.num_iterations and not interrupt:
         iteration = state.iteration
         clock = [time.time()]  # ends of phases
@@ -652,22 +650,18 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         mask = experience.mask
         clock.append(time.time())
 
-        # --- Old log-probs, reference log-probs and values: recorded before the first update, then frozen. If old ones
-        # are recomputed, the first ratio is 1 up to rounding, since the same forward computes the new ones
-        old_policy = actor if args.recompute_old_logprobs else None
-        old_logprobs = forward_all(old_policy, experience, logprobs_of, actors, args)
-        ref_logprobs = forward_all(reference, experience, logprobs_of, actors, args)
-        values = forward_all(critic, experience, sampled_values, critics, args)
-        next_values = lambda critic, mb: critic(mb.tokens, mb.positions, layout=mb.layout)  # V(tokens <= t)
-        bootstrap = forward_all(critic if args.bootstrap_truncated else None, experience, next_values, critics, args)
-        for x in (old_logprobs, ref_logprobs, values, bootstrap):
-            trainers.sum(x)  # in place; each rank has computed some rows, the others are 0
-        if not args.recompute_old_logprobs:
-            old_logprobs = experience.logprobs
-        if args.kl_coef == 0:
-            ref_logprobs = old_logprobs  # no reference: the KL is 0
+        # --- Old log-probs, reference log-probs, values: recorded before the first update, then frozen.
+        # The forward that recomputes old log-probs computes the new ones: the first ratio is 1
+        score = functools.partial(forward_all, experience=experience, trainers=trainers, args=args)
+        old_logprobs = experience.logprobs
+        if args.recompute_old_logprobs:
+            old_logprobs = score(actor, logprobs_of, ranks=actors)
+        ref_logprobs = old_logprobs  # without a reference the KL is 0
+        if args.kl_coef > 0:
+            ref_logprobs = score(reference, logprobs_of, ranks=actors)
+        values = score(critic, sampled_values, ranks=critics)
 
-        # --- Rewards [N, T]: of turns and dense ones, missing-EOS penalty on the last token, KL on every token
+        # --- Rewards [N, T]: of turns and dense ones, missing-EOS penalty on the last token, KL on all
         rewards = experience.rewards.clone()
         samples, last = torch.arange(N, device=device), upload(batch.lengths - 1, device)  # [N]
         no_eos = (experience.tokens[samples, last][:, None] != stop_ids).all(dim=-1)  # [N]
@@ -679,7 +673,10 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 
         # --- Advantages, whitened over the rollout; returns are not
         # FORK: advantages.
-        bootstrap = bootstrap[samples, last] * experience.truncated  # [N], 0 without --bootstrap-truncated
+        bootstrap = None
+        if args.bootstrap_truncated:  # V(state after the last token)
+            after = lambda critic, mb: critic(mb.tokens, mb.positions, select=mb.sampled, layout=mb.layout)
+            bootstrap = score(critic, after, ranks=critics)[samples, last] * experience.truncated  # [N]
         advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
         advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
         if advantage_std >= 1e-6:  # else only rounding errors would grow
@@ -727,7 +724,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                     part |= {"policy_loss": pg_loss, "entropy": entropy.sum() / n_tokens}
                     loss = pg_loss - args.entropy_coef * part["entropy"]
                     if args.kl_in == "loss":
-                        kl_loss = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_estimator)  # 0 outside the mask
+                        kl_loss = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_estimator)
                         part["kl_loss"] = kl_loss.sum() / n_tokens
                         loss = loss + args.kl_coef * part["kl_loss"]
                     loss.backward()
@@ -755,7 +752,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         state.advance(args, actor_steps, critic_steps)
         interrupt = hand_over()
         clock.append(time.time())
-        signals = ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, actors, trainers, args)
+        signals = ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, roles, args)
         signals |= {"sampler_age": age, "old_age": 0 if args.recompute_old_logprobs else age,
                     "phase": "critic_warmup" if warmup else "train", "planned": plan.update_steps,
                     "early_stop": bool(args.target_kl) and not warmup and len(actor_steps) < plan.update_steps,
@@ -780,7 +777,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     return run.summary
 
 
-# ########################################## Part II: what PPO stands on ###########################################
+# ################################# Part II: what PPO stands on #################################
 
 # === 5. Transformer ===
 
@@ -1437,17 +1434,18 @@ def probe_weights(actor: Transformer | None) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
-def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, actors, trainers, args) -> dict:
+def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, roles, args) -> dict:
     """What `diagnose_ratio` needs: what the updates did to weights and, by one more forward, to some log-probs."""
     some = slice(max(1, len(experience) // 8))  # an eighth of the samples, to save time
-    newlogprobs = trainers.sum(forward_all(actor, experience, logprobs_of, actors, args, some))[some]
+    newlogprobs = forward_all(actor, logprobs_of, experience, roles.actors, roles.trainers, args, some)[some]
     mask = experience.mask[some]
     logratio = (newlogprobs - experience.old_logprobs[some])[mask]  # [n]
     drift = logratio * experience.advantages[some][mask].sign()  # [n], above 0 where the update did what it should
     weights = probe_weights(actor)
     change = (weights - weights_before).double()
     sums = [(change != 0).double(), torch.ones_like(change), change.square(), weights.double().square()]
-    changed, probed, update, weight = trainers.sum(torch.stack(sums).sum(1).to(trainers.device)).tolist()
+    sums = torch.stack(sums).sum(1).to(mask.device)
+    changed, probed, update, weight = roles.trainers.sum(sums).tolist()
     made = [step for step in actor_steps if not step["skipped"]]
     steps = actor_steps or [dict.fromkeys(("dev_max", "lr", "out_of_clip"), 0.0)]
     gap = (experience.logprobs - experience.old_logprobs).abs()
@@ -1456,7 +1454,7 @@ def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, a
         "first_dev": steps[0]["dev_max"], "last_dev": steps[-1]["dev_max"],
         "post_dev": float(logratio.expm1().abs().max()) if n else 0.0,
         "signed_t": float(drift.mean() / (drift.std() + 1e-12)) * n**0.5 if n > 1 else 0.0,
-        "out_of_clip": steps[-1]["out_of_clip"], "lr": steps[-1]["lr"], "tokens": int(experience.cpu_counts.sum()),
+        "out_of_clip": steps[-1]["out_of_clip"], "lr": steps[-1]["lr"], "tokens": int(experience.cpu_mask.sum()),
         "steps": len(made), "skipped": len(actor_steps) - len(made), "grad_norm": token_mean(made, "grad_norm") or 0.0,
         "changed_frac": changed / max(1, probed), "update_norm": update**0.5, "param_norm": weight**0.5,
         "param_dtype": str(weights.dtype), "sampler_diff": float(masked_mean(gap, experience.mask)),
@@ -1558,11 +1556,11 @@ class Ranks:
         return values
 
 
-def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, Ranks, Ranks, torch.dtype]:
-    """Join the other processes. Returns world, trainers, actors, critics, players, dtype of forward passes.
+Roles = namedtuple("Roles", "world trainers actors critics players")  # of ranks
 
-    The trainers are the actors and the critics, the same ranks unless --critic-ranks; the players sample for training.
-    """
+
+def connect(args: Args) -> tuple[Roles, torch.dtype]:
+    """Join the other processes. Returns the ranks by their roles and the dtype of forward passes."""
     use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = torch.device("cpu")
     if use_cuda:
@@ -1593,7 +1591,8 @@ def connect(args: Args) -> tuple[Ranks, Ranks, Ranks, Ranks, Ranks, torch.dtype]
     actors = critics = Ranks(range(end - args.critic_ranks), device)
     if args.critic_ranks:
         critics = Ranks(range(end - args.critic_ranks, end), device)
-    return world, trainers, actors, critics, players, torch.bfloat16 if bf16 else torch.float32
+    roles = Roles(world, trainers, actors, critics, players)
+    return roles, torch.bfloat16 if bf16 else torch.float32
 
 
 def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: int) -> list[Tensor]:
@@ -1709,7 +1708,7 @@ def embedded_model(args: Args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     return tokenizer, actor
 
 
-def build_models(args: Args, env, trainers: Ranks, actors: Ranks, critics: Ranks, dtype):
+def build_models(args: Args, env: gym.Env, roles: Roles, dtype: torch.dtype):
     """Tokenizer and (actor, critic, reference, sampler), None where this rank holds none.
 
     The sampler, in the dtype of forward passes, is whole on every rank.
@@ -1724,6 +1723,7 @@ def build_models(args: Args, env, trainers: Ranks, actors: Ranks, critics: Ranks
         raise UserError(f"{args.model}: {config.vocab_size} ids, {config.max_position_embeddings} positions: must be "
                         f"{tokenizer.vocab_size}, {longest} (--max-prompt-tokens + --max-new-tokens) or more")
     Episode(env, "seed 0").begin(reset(env, 0, args)[0], tokenizer, args)  # is the prompt too long?
+    _, trainers, actors, critics, _ = roles
 
     def build(ranks, head="lm"):
         if ranks.index is None:
@@ -1769,8 +1769,8 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: A
             episode.extend(answer, [0.0] * len(answer))
             episodes.append(episode)
         batch = Experience.from_rollout(collect(episodes, tokenizer, {}), actors.device)
-        n_tokens, parts = int(batch.cpu_counts.sum()), []
-        for rows in microbatches(torch.arange(len(batch)), batch.cpu_lengths, actors, args.micro_batch_tokens):
+        n_tokens, parts = int(batch.cpu_mask.sum()), []
+        for rows in microbatches(torch.arange(len(batch)), batch.lengths, actors, args.micro_batch_tokens):
             loss = -sampled_logprobs(actor, batch.microbatch(rows), 1.0)[0].sum() / n_tokens
             loss.backward()
             parts.append({"loss": loss})
@@ -1790,7 +1790,8 @@ def concatenate(parts: list):
             return {name: sum(value[name] for value in values) / len(values) for name in values[0]}
         return torch.cat([F.pad(x, (0, T - x.shape[1])) if x.ndim == 2 else x for x in values])
 
-    return type(parts[0])(*map(join, *(vars(part).values() for part in parts)))
+    names = [field.name for field in dataclasses.fields(parts[0])]
+    return type(parts[0])(*(join(*(getattr(part, name) for part in parts)) for name in names))
 
 
 def rollout_on_ranks(world, sampler, tokenizer, envs, seeds, args, iteration, greedy=False, players=None) -> Rollout:
@@ -1887,7 +1888,7 @@ class RunFolder:
         for k in range(min(4, len(experience))):
             self.append("completions", {
                 "step": i, "prompt": batch.prompts[k], "response": batch.texts[k], "stop": batch.stop[k],
-                "reward": float(experience.scores[k]), "n_tokens": int(experience.cpu_counts[k]),
+                "reward": float(experience.scores[k]), "n_tokens": int(experience.cpu_mask[k].sum()),
                 "kl": float(experience.kl[k])})
         if i % max(1, N // 5) == 0:
             print0(f"  {batch.prompts[0]!r:.80} -> {batch.texts[0]!r:.200} (reward {experience.scores[0]:g})")

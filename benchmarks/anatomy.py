@@ -42,8 +42,8 @@ def columns(args, batch, experience, actor, tokenizer, sample: int) -> dict[str,
         "return": mb.returns, "advantage": mb.advantages, "old log-prob": mb.old_logprobs,
         "ratio": (newlogprobs - mb.old_logprobs).exp(),
     }  # fmt: skip
-    text = [tokenizer.hf.decode([i]) for i in mb.tokens[mb.mask].tolist()]
-    return {"token": text} | {name: x[mb.mask].tolist() for name, x in numbers.items()}
+    text = [tokenizer.hf.decode([i]) for i in mb.tokens[mb.sampled].tolist()]
+    return {"token": text} | {name: x.tolist() for name, x in numbers.items()}
 
 
 def draw(samples: list[dict], titles: list[str], args) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-import types
 
 import pytest
 import torch
@@ -221,16 +220,18 @@ def tiny_experience(ppo):
 def test_a_microbatch_holds_the_tokens_of_its_samples_and_no_padding(ppo):
     e = tiny_experience(ppo)
     mb = e.microbatch(torch.tensor([2, 0]))
-    for mine, all_samples in ((mb.tokens, e.tokens), (mb.mask, e.mask), (mb.old_logprobs, e.old_logprobs)):
-        assert torch.equal(mine, torch.cat((all_samples[2, :7], all_samples[0, :4])))
-    assert mb.positions.tolist() == [*range(7), *range(4)] and mb.stored.tolist() == [*range(24, 31), *range(4)]
+    assert torch.equal(mb.tokens, torch.cat((e.tokens[2, :7], e.tokens[0, :4])))
+    assert mb.positions.tolist() == [*range(7), *range(4)]
+    sampled = torch.cat((e.mask[2, :7], e.mask[0, :4])).nonzero()[:, 0]
+    assert torch.equal(mb.sampled, sampled) and torch.equal(mb.tokens[sampled], e.tokens.flatten()[mb.stored])
+    assert mb.mask.all() and torch.equal(mb.old_logprobs, e.old_logprobs.flatten()[mb.stored])
     padded = ppo.pad(1.0 + torch.arange(11)[:, None], *mb.layout)
     assert padded.shape == (2, 7, 1) and padded[..., 0].tolist() == [[*range(1, 8)], [8, 9, 10, 11, 0, 0, 0]]
 
 
 def test_a_rank_without_samples_computes_a_token_that_trains_nothing(ppo):
     blank, model, critic = tiny_experience(ppo).microbatch(torch.arange(0)), tiny_model(ppo), tiny_model(ppo, "scalar")
-    assert blank.tokens.shape == (1,) and not blank.mask.any()
+    assert blank.tokens.shape == (1,) and len(blank.mask) == len(blank.sampled) == 0
     logprobs, entropy = ppo.sampled_logprobs(model, blank, 1.0)
     (logprobs.sum() + entropy.sum() + ppo.sampled_values(critic, blank).sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in [*model.parameters(), *critic.parameters()])
@@ -240,8 +241,8 @@ def test_a_rank_without_samples_computes_a_token_that_trains_nothing(ppo):
 @torch.no_grad()
 def test_the_output_one_earlier_predicts_a_sampled_token_and_values_its_state(ppo, temperature):
     model, critic, e = tiny_model(ppo), tiny_model(ppo, "scalar"), tiny_experience(ppo)
-    args, ranks = ppo.Args(micro_batch_tokens=20), types.SimpleNamespace(index=0, size=1)
-    run = lambda model, function: ppo.forward_all(model, e, function, ranks, args)  # [5, 12]
+    args, ranks = ppo.Args(micro_batch_tokens=20), ppo.Ranks(range(1), torch.device("cpu"))
+    run = lambda model, function: ppo.forward_all(model, function, e, ranks, ranks, args)  # [5, 12]
     logprobs = run(model, lambda model, mb: ppo.sampled_logprobs(model, mb, temperature)[0])
     entropy = run(model, lambda model, mb: ppo.sampled_logprobs(model, mb, temperature)[1])
     values = run(critic, ppo.sampled_values)
@@ -257,14 +258,14 @@ def test_the_output_one_earlier_predicts_a_sampled_token_and_values_its_state(pp
 def test_gradients_do_not_depend_on_microbatches_padding_order_or_garbage(ppo, head):
     model, e = tiny_model(ppo, head), tiny_experience(ppo)
     new = {"lm": lambda mb: ppo.sampled_logprobs(model, mb, 0.8)[0], "scalar": lambda mb: ppo.sampled_values(model, mb)}
-    old = ppo.forward_all(model, e, lambda _, mb: new[head](mb), types.SimpleNamespace(index=0, size=1), ppo.Args())
-    old = old + 0.1 * torch.randn(5, 12)
+    one = ppo.Ranks(range(1), torch.device("cpu"))
+    old = ppo.forward_all(model, lambda _, mb: new[head](mb), e, one, one, ppo.Args()) + 0.1 * torch.randn(5, 12)
     e = dataclasses.replace(e, old_logprobs=old, values=old, advantages=torch.randn(5, 12), returns=torch.randn(5, 12))
 
     def gradient(e, budget):
         """Of the actor's or the critic's loss over a minibatch, and the number of microbatches."""
         args = ppo.Args(train_batch_size=5, micro_batch_tokens=budget)
-        [(n_tokens, minibatch)] = ppo.shuffled_minibatches(e, types.SimpleNamespace(index=0, size=1), args, 0, 0)
+        [(n_tokens, minibatch)] = ppo.shuffled_minibatches(e, one, args, 0, 0)
         for mb in minibatch:
             loss = ppo.value_loss(new[head](mb), mb.values, mb.returns, mb.mask, 0.2, n_tokens)
             if head == "lm":
@@ -279,12 +280,12 @@ def test_gradients_do_not_depend_on_microbatches_padding_order_or_garbage(ppo, h
     assert count == 1 and whole.abs().max() > 1
     garbage = {name: nan_outside(getattr(e, name), e.mask) for name in ("old_logprobs", "values", "advantages")}
     garbage["returns"] = torch.where(e.mask, e.returns, 1e30)
-    garbage["tokens"] = torch.where(torch.arange(12) < e.cpu_lengths[:, None], e.tokens, torch.randint(19, (5, 12)))
-    changed = lambda change: dataclasses.replace(e, **{name: change(x) for name, x in vars(e).items() if x is not None})
+    garbage["tokens"] = torch.where(torch.arange(12) < e.lengths[:, None], e.tokens, torch.randint(19, (5, 12)))
+    fields = {field.name: getattr(e, field.name) for field in dataclasses.fields(e)}
+    changed = lambda change: dataclasses.replace(e, **{name: change(x) for name, x in fields.items() if x is not None})
     for other, budget, microbatches in [
         (e, 1, 5), (e, 20, 2), (changed(lambda x: x[torch.tensor([3, 0, 4, 1, 2])]), 10**6, 1),
-        (dataclasses.replace(e, **garbage), 10**6, 1),
-        (changed(lambda x: F.pad(x, (0, 9)) if x.ndim == 2 else x), 10**6, 1),
+        (dataclasses.replace(e, **garbage), 99, 1), (changed(lambda x: F.pad(x, (0, 9)) if x.ndim > 1 else x), 99, 1),
     ]:  # fmt: skip
         result, count = gradient(other, budget)
         assert count >= microbatches

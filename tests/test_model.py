@@ -237,7 +237,7 @@ def test_weights_are_copied_by_name_and_models_whose_names_differ_are_refused(pp
 @pytest.mark.parametrize("tied", [True, False])
 def test_bfloat16_forwards_train_float32_weights_and_the_sampler_agrees(ppo, tied):
     try:
-        world, _, actors, _, _, dtype = ppo.connect(ppo.Args(device="cpu", dtype="bfloat16"))
+        (world, _, actors, *_), dtype = ppo.connect(ppo.Args(device="cpu", dtype="bfloat16"))
         actor, tokens = random_model(ppo, tie_word_embeddings=tied, rope_scaling=LLAMA3_ROPE), torch.arange(9)[None]
         exact = actor(tokens).detach()
         sampler = ppo.materialize(ppo.on_meta(actor.config).to(dtype), world.device)

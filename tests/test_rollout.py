@@ -103,7 +103,7 @@ def test_recorded_logprobs_are_those_of_the_training_forward(ppo, tokenizer, env
         batch = run(ppo, actor, tokenizer, env, 20, None, 0, greedy, temperature=temperature, rollout_slots=7)
         experience = ppo.Experience.from_rollout(batch, torch.device("cpu"))
         logprobs_of, one = lambda *x: ppo.sampled_logprobs(*x, temperature)[0], ppo.Ranks(range(1), torch.device("cpu"))
-        logprobs = ppo.forward_all(actor, experience, logprobs_of, one, ppo.Args())
+        logprobs = ppo.forward_all(actor, logprobs_of, experience, one, one, ppo.Args())
         torch.testing.assert_close(batch.logprobs, logprobs, atol=1e-5, rtol=0)
         policy = torch.distributions.Categorical(logits=actor(batch.tokens)[:, :-1] / temperature)
         plain = policy.log_prob(batch.tokens[:, 1:]) * batch.mask[:, 1:]
