@@ -1,7 +1,7 @@
 """A real checkpoint learns: sums of one and of two digits, and cheerful answers for three weights of the KL.
 
     python benchmarks/smollm2.py DIR
-    python benchmarks/learning_real.py DIR sums 1      # a task, a seed: adds to runs/learning_real.json
+    python benchmarks/learning_real.py DIR sums 1      # a task, a seed: adds to learning_real.json
     python benchmarks/learning_real.py DIR sums 1 trl  # the same in TRL's PPOTrainer (trl.experimental.ppo)
     python benchmarks/learning_real.py plot            # draws learning_real.png and cheerful.png, prints tables
 
@@ -26,7 +26,7 @@ import tasks  # noqa: F401, registers the environments
 import torch
 from common import ppo_llm
 
-RESULTS = Path("runs/learning_real.json")
+RESULTS = Path(__file__).with_suffix(".json")
 SUMS = dict(env_id="Sums-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64, max_new_tokens=12)
 CHEERFUL = dict(env_id="Cheerful-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64,
                 max_new_tokens=48, num_iterations=16, actor_lr=2e-5, critic_lr=2e-5)  # fmt: skip
@@ -208,7 +208,6 @@ def report() -> None:
 def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    RESULTS.parent.mkdir(exist_ok=True)
     if sys.argv[1] == "plot":
         return report()
     folder, task, seed, *rest = sys.argv[1:]
