@@ -1,31 +1,36 @@
 r"""PPO for language models, in one file and in plain PyTorch.
 
-A language model (the actor) answers prompts, a text environment rewards the answers, and Proximal Policy Optimization
-(https://arxiv.org/abs/1707.06347) makes rewarded tokens more likely. A second transformer (the critic) predicts the
-reward still to come, and a frozen copy of the actor (the reference) limits how far it drifts.
+A language model (the actor) answers prompts, a text environment rewards the answers, and Proximal
+Policy Optimization (https://arxiv.org/abs/1707.06347) makes rewarded tokens more likely. A second
+transformer (the critic) predicts the reward still to come, and a frozen copy of the actor (the
+reference) limits how far it drifts.
 
-    python ppo_llm.py             # a tiny model learns to sort digits, on the CPU, in about two minutes
+    python ppo_llm.py           # a tiny model learns to sort digits, on the CPU, in two minutes
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
         --eval-env-kwargs '{"path": "test.jsonl"}'
     torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # models sharded over eight GPUs
 
-Part I is PPO: 1. arguments, 2. rollout, 3. mathematics, 4. training loop (`ppo`). Part II is what it stands on: 5.
-transformer, 6. tokenizer and Hugging Face checkpoints, 7. text environments, 8. metrics, evaluation, why the ratio is
-stuck at 1, 9. ranks, sharding, building the models, 10. run folder, saving, resuming.
+Part I is PPO: 1. arguments, 2. mathematics, 3. training loop (`ppo`), 4. rollout. Part II is
+reference material: 5. transformer, 6. tokenizer and Hugging Face checkpoints, 7. text environments,
+8. metrics, evaluation, diagnosis of the ratio, 9. ranks, sharding, models, collecting samples,
+10. run folder, saving, resuming.
 
-Terminology. The actor is the policy being trained, and it also samples, through a whole copy on every rank (the
-sampler). The old policy is the actor before the updates of an iteration; it exists only as `old_logprobs`. A sample is
-one episode: prompt, response, further turns. An iteration is one rollout and all updates on it, a
-minibatch is one optimizer step, a microbatch one forward and backward pass.
+Terminology. The actor is the policy being trained, and it also samples, through a whole copy on
+every rank (the sampler). The old policy is the actor before the updates of an iteration; it exists
+only as `old_logprobs`. A sample is one episode: prompt, response, further turns. An iteration is
+one rollout and all updates on it, a minibatch is one optimizer step, a microbatch one forward and
+backward pass.
 
-Layout. Rows start at index 0 and are right-padded. Everything is stored at the token's own index: `mask[b, t]` is 1 if
-the actor sampled token t, `logprobs[b, t]` = log pi(token t | tokens < t), `values[b, t]` = V(tokens < t).
-Dimensions: B rows, T tokens, S cache positions, H / Hkv heads, D head size, V vocabulary, N samples of a rollout; n
-tokens of a microbatch, m of them sampled. Compute is sharded over ranks, experience is replicated.
+Layout. Rows start at index 0 and are right-padded. Everything is stored at the token's own index:
+`mask[b, t]` is 1 if the actor sampled token t, `logprobs[b, t]` = log pi(token t | tokens < t),
+`values[b, t]` = V(tokens < t). Dimensions: B rows, T tokens, S cache positions, H / Hkv heads, D
+head size, V vocabulary, N samples of a rollout; n tokens of a microbatch, m of them sampled.
+Compute is sharded over ranks, experience is replicated.
 """
 
 from __future__ import annotations
 
+import atexit
 import bisect
 import contextlib
 import copy
@@ -35,20 +40,20 @@ import datetime
 import functools
 import json
 import math
+import multiprocessing
 import os
-import queue
 import random
 import re
 import shutil
 import signal
 import sys
-import threading
 import time
 import types
 import warnings
 import zlib
 from collections import namedtuple
 from dataclasses import dataclass, field
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Literal
 
@@ -122,7 +127,7 @@ class Args:
     entropy_coef: float = 0.0  # weight of the entropy bonus
     target_kl: float | None = None  # actor steps end when approx_kl exceeds it
     recompute_old_logprobs: bool = True  # if off, use the sampler's
-    rollout_is_cap: float | None = None  # of pi_old / pi_sampler; default 2 with rollout ranks; 0: off
+    rollout_is_cap: float | None = None  # of pi_old / pi_sampler; 0: off; default 2 with rollout ranks
     kl_coef: float | None = None  # KL to reference; default 0.02, with --model 0.01
     kl_in: Literal["reward", "loss"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1, in the loss k3
@@ -137,6 +142,12 @@ class Args:
     keep_checkpoints: int = 2
     resume: str | None = None  # auto (if --run-name exists), run folder or checkpoint
 
+
+DEFAULTS = {  # of flags that are None: without --model, with --model
+    "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (60, 0),
+    "sft_lr": (1.3e-3, 1e-5), "actor_lr": (5e-4, 1e-5), "critic_lr": (1e-3, 1e-5),
+    "adam_beta1": (0.5, 0.9), "kl_coef": (0.02, 0.01),
+}
 
 Plan = namedtuple("Plan", "samples_per_iteration minibatches update_steps critic_update_steps "
                           "actor_steps_total critic_steps_total episodes_total")  # fmt: skip
@@ -158,7 +169,406 @@ def plan_steps(args: Args, world_size: int = 1) -> Plan:
                 critic_steps * args.num_iterations, samples * args.num_iterations)
 
 
-# === 2. Rollout ===
+# === 2. Mathematics of PPO ===
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over mask, 0 if it is empty. Elsewhere x may be NaN."""
+    return torch.where(mask.bool(), x, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """x with mean 0 and standard deviation 1 over mask, 0 elsewhere."""
+    centered = torch.where(mask.bool(), x - masked_mean(x, mask), 0.0)
+    variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
+    return centered * torch.rsqrt(variance + 1e-8)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """k1, k2, k3 of KL(pi || pi_ref), from tokens of pi (http://joschu.net/blog/kl-approx.html)."""
+    logratio = logprobs - ref_logprobs
+    k3 = torch.exp(-logratio) - 1 + logratio
+    return {"k1": logratio, "k2": logratio.square() / 2, "k3": k3}[kind]
+
+
+def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
+
+    The sampled tokens of a row are one chain that skips the environment's text. rewards, values,
+    mask [B, T]; bootstrap [B] = V(state after the last token), default 0. Returns (advantages,
+    returns) [B, T], 0 off the mask.
+    """
+    mask = mask.bool()
+    values = torch.where(mask, values, 0.0)
+    nextvalues = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap  # [B]
+    lastgaelam = torch.zeros_like(values[:, 0])
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(mask.shape[1])):
+        delta = rewards[:, t] + gamma * nextvalues - values[:, t]
+        lastgaelam = torch.where(mask[:, t], delta + gamma * gae_lambda * lastgaelam, lastgaelam)
+        nextvalues = torch.where(mask[:, t], values[:, t], nextvalues)
+        advantages[:, t] = lastgaelam
+    advantages = torch.where(mask, advantages, 0.0)
+    return advantages, advantages + values
+
+
+def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip=None, denom=None):
+    """Clipped surrogate (https://arxiv.org/abs/1707.06347 eq. 7).
+
+    With dual_clip as in https://arxiv.org/abs/1912.09729, eq. 5.
+    All of one shape. Returns (loss, stats), sums over mask / denom (default mask.sum()): with the
+    token count of the minibatch they add up over microbatches and ranks, but for ratio_max, ratio_min.
+    """
+    mask = mask.bool()
+    denom = mask.sum().clamp(min=1) if denom is None else denom
+    advantages = torch.where(mask, advantages, 0.0)
+    logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)
+    ratio = logratio.exp()  # outside the mask 1, where losses and statistics below are 0
+    pg_loss1 = -advantages * ratio
+    pg_loss2 = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = torch.max(pg_loss1, pg_loss2)
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.min(losses, -advantages * dual_clip), losses)
+    with torch.no_grad():
+        ratios = ratio if ratio.numel() else ratio.new_ones(1)  # a rank may have no tokens
+        stats = {
+            "clipfrac": (pg_loss2 > pg_loss1).sum() / denom,
+            "out_of_clip": ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).sum() / denom,
+            "approx_kl": (ratio - 1 - logratio).sum() / denom,  # k3 of KL(old || new)
+            "ratio_mean": (ratio * mask).sum() / denom,
+            "ratio_max": ratios.max(),
+            "ratio_min": ratios.min(),
+        }
+    return losses.sum() / denom, stats
+
+
+def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tensor:
+    """Half the squared error, of values clipped to old_values +- clip if larger; sum / denom."""
+    mask = mask.bool()
+    values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
+    losses = (values - returns).square()
+    if clip is not None:
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        losses = torch.max(losses, (clipped - returns).square())
+    denom = mask.sum().clamp(min=1) if denom is None else denom
+    return 0.5 * losses.sum() / denom
+
+
+# === 3. Training loop ===
+
+
+@dataclass(frozen=True)
+class Experience:
+    """All that an iteration stores about its N samples. `dataclasses.replace` changes fields."""
+
+    tokens: Tensor  # [N, T]
+    mask: Tensor  # [N, T] bool
+    logprobs: Tensor  # [N, T] of the sampler
+    rewards: Tensor  # [N, T]
+    truncated: Tensor  # [N] bool
+    lengths: Tensor  # [N] on the CPU
+    old_logprobs: Tensor | None = None  # [N, T], like the next four; 0 outside the mask
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    scores: Tensor | None = None  # [N] reward without the KL
+    kl: Tensor | None = None  # [N] nats
+
+    @classmethod
+    def from_rollout(cls, batch: Rollout, device: torch.device) -> Experience:
+        truncated = torch.tensor([stop != "eos" for stop in batch.stop])
+        # FORK: which tokens train: batch.mask. A reward outside of it is lost.
+        tensors = (batch.tokens, batch.mask, batch.logprobs, batch.rewards, truncated)
+        return cls(*(x.to(device) for x in tensors), lengths=batch.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @functools.cached_property
+    def cpu_mask(self) -> Tensor:
+        """The mask, from which the host counts tokens without waiting for the device."""
+        return self.mask.cpu()
+
+    def microbatch(self, rows: Tensor) -> Microbatch:
+        """The samples `rows` [B], indices on the CPU."""
+        lengths = self.lengths[rows]
+        if len(rows) == 0:  # FSDP's calls are collective: compute a prompt token
+            rows, lengths = torch.tensor([0]), torch.tensor([1])
+        B, T = len(rows), int(lengths.max())
+        row, position = (torch.arange(T) < lengths[:, None]).nonzero().T  # [n] each
+        index = rows[row] * self.tokens.shape[1] + position  # [n] in N * T
+        sampled = self.cpu_mask.flatten()[index].nonzero()[:, 0]  # [m] in n
+        device = self.tokens.device
+        index, position, place = upload(torch.stack((index, position, row * T + position)), device)
+        sampled = upload(sampled, device)
+        stored = index[sampled]  # [m] in N * T
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        mb = {k: x.flatten()[stored] for k, x in fields.items() if x is not None and x.ndim == 2}
+        mb["tokens"] = self.tokens.flatten()[index]
+        layout = (place, B, T)
+        return Microbatch(**mb, positions=position, layout=layout, sampled=sampled, stored=stored)
+
+
+class Microbatch(types.SimpleNamespace):
+    """The n tokens of B samples, one after the other without padding, of which m were sampled.
+
+    `tokens` [n], `positions` [n] in their sample, `layout`: where attention pads, see `pad`.
+    `sampled` [m]: indices in n; `stored` [m]: indices in N * T of the experience, whose other
+    fields the microbatch has of the sampled tokens alone: `old_logprobs` [m], ..., `mask` of ones.
+
+    The next two functions shift by one, and nothing else in training does: the output at t - 1,
+    of the same sample, since that starts with a prompt, predicts token t and values the state before.
+        tokens [a b C D | a E]   mask [0 0 1 1 0 1]   ->   sampled [2 3 5], predicted at [1 2 4]
+    """
+
+
+def sampled_logprobs(model: Transformer, mb: Microbatch, temperature: float):
+    """Log-probs [m] of the sampled tokens, entropy [m] of the distributions they came from."""
+    return model(mb.tokens, mb.positions, select=mb.sampled - 1, targets=mb.tokens[mb.sampled],
+                 temperature=temperature, layout=mb.layout)  # fmt: skip
+
+
+def sampled_values(critic: Transformer, mb: Microbatch, shift: int = 1) -> Tensor:
+    """Values [m] of the states in which tokens were sampled; with shift 0, of those after them."""
+    return critic(mb.tokens, mb.positions, select=mb.sampled - shift, layout=mb.layout)
+
+
+@torch.no_grad()
+def forward_all(model, function, experience, ranks, trainers, args, some=slice(None)) -> Tensor:
+    """`function(model, microbatch)` of all samples, or `some`: [N, T], 0 for what was not sampled.
+
+    The `ranks` that hold the model compute a share each, all `trainers` get the sum.
+    """
+    out = torch.zeros(experience.tokens.shape, device=experience.tokens.device)
+    samples, parts = torch.arange(len(experience))[some], []
+    if model:
+        parts = microbatches(samples, experience.lengths, ranks, args.micro_batch_tokens)
+    for rows in progress(parts, "scoring, microbatches"):
+        mb = experience.microbatch(rows)
+        out.view(-1)[mb.stored] = function(model, mb).float()
+    return trainers.all_reduce(out)
+
+
+def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles, args: Args):
+    """What the updates need of a rollout. It is frozen before the first of them.
+
+    Returns the experience, and the standard deviation of its advantages before they are whitened.
+    """
+    actor, critic, reference = models
+    device = roles.world.device
+    experience = Experience.from_rollout(batch, device)
+    mask = experience.mask
+
+    # --- Old log-probs, reference log-probs, values.
+    # The forward that recomputes old log-probs computes the new ones: the first ratio is 1
+    score = functools.partial(forward_all, experience=experience, trainers=roles.trainers, args=args)
+    logprobs_of = lambda model, mb: sampled_logprobs(model, mb, args.temperature)[0]
+    old_logprobs = experience.logprobs
+    if args.recompute_old_logprobs:
+        old_logprobs = score(actor, logprobs_of, ranks=roles.actors)
+    ref_logprobs = old_logprobs  # without a reference the KL is 0
+    if args.kl_coef > 0:
+        ref_logprobs = score(reference, logprobs_of, ranks=roles.actors)
+    values = score(critic, sampled_values, ranks=roles.critics)
+
+    # --- Rewards [N, T]: of turns and dense ones, missing-EOS penalty on the last token, KL on all
+    rewards = experience.rewards.clone()
+    samples = torch.arange(len(experience), device=device)
+    last = upload(batch.lengths - 1, device)  # [N] index of the last token
+    stop_ids = upload(torch.tensor(tokenizer.stop_ids), device)
+    no_eos = ~torch.isin(experience.tokens[samples, last], stop_ids)  # [N]
+    rewards[samples, last] -= args.missing_eos_penalty * no_eos
+    # FORK: reward shaping.
+    scores = rewards.sum(1)  # [N], logged
+    if args.kl_in == "reward":
+        rewards -= args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
+
+    # --- Advantages, whitened over the rollout; returns are not
+    # FORK: advantages.
+    bootstrap = None
+    if args.bootstrap_truncated:  # V(state after the last token)
+        next_values = functools.partial(sampled_values, shift=0)
+        after = score(critic, next_values, ranks=roles.critics)  # [N, T]
+        bootstrap = after[samples, last] * experience.truncated  # [N]
+    advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
+    advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
+    if advantage_std >= 1e-6:  # else only rounding errors would grow
+        advantages = masked_whiten(advantages, mask)
+    if args.rollout_is_cap:  # truncated importance weights
+        advantages *= (old_logprobs - experience.logprobs).exp().clamp(max=args.rollout_is_cap)
+    experience = dataclasses.replace(
+        experience, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values, returns=returns,
+        advantages=advantages, scores=scores, kl=(old_logprobs - ref_logprobs).sum(1))
+    return experience, advantage_std
+
+
+def shuffled_minibatches(experience: Experience, ranks: Ranks, args: Args, iteration, epoch):
+    """Yields (sampled tokens, this rank's microbatches), in an order of (seed, iteration, epoch)."""
+    seed = ((args.seed * 1_000_003 + iteration) * 1_000_003 + epoch) % 2**63
+    generator = torch.Generator().manual_seed(seed)
+    # FORK: which samples make a minibatch.
+    minibatches = torch.randperm(len(experience), generator=generator).split(args.train_batch_size)
+    for rows in progress(minibatches, f"epoch {epoch + 1}, minibatches"):
+        n_tokens = int(experience.cpu_mask[rows].sum())
+        parts = microbatches(rows, experience.lengths, ranks, args.micro_batch_tokens)
+        if n_tokens > 0:  # else there is nothing to learn
+            yield n_tokens, [experience.microbatch(part) for part in parts]
+
+
+def linear_schedule(first: float, end_fraction: float, step: int, total_steps: int) -> float:
+    """From `first` to `first * end_fraction` over `total_steps`, then constant."""
+    return first * (1 - (1 - end_fraction) * min(1.0, step / max(1, total_steps)))
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, step: dict) -> None:
+    """Skipped if the gradient is not finite."""
+    optimizer.param_groups[0]["lr"] = step["lr"]
+    if not step["skipped"]:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def sync_reference(reference: Transformer, actor: Transformer, args: Args) -> None:
+    for target, source in zip(reference.parameters(), actor.parameters()):
+        target.detach().lerp_(source.detach(), args.ref_sync_alpha)
+
+
+def train(args: Args) -> dict:
+    """Run PPO; returns what summary.json holds. Raises UserError."""
+    with contextlib.ExitStack() as stack:  # closes the run folder whatever happens
+        return ppo(args, stack)
+
+
+def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
+    # --- Set-up: ranks by their roles, environments, models and optimizers (None on ranks that do
+    # not hold them), the state of a resumed run, the run folder, the accuracy before PPO
+    plan = validate(args, WORLD_SIZE)
+    roles, dtype = connect(args)
+    world, trainers, actors, critics, _ = roles
+    N = args.rollout_batch_size * args.n_samples_per_prompt  # samples of an iteration
+    envs = make_envs(args, N, roles.players)
+    eval_envs = make_envs(args, args.eval_episodes, world, evaluation=True)
+    tokenizer, models = build_models(args, envs[0], roles, dtype)
+    actor, critic, reference, _ = models
+    actor_optimizer, critic_optimizer = make_optimizer(actor, args), make_optimizer(critic, args)
+    saved = {"actor": (actor, actor_optimizer, actors), "critic": (critic, critic_optimizer, critics),
+             "reference": (reference, None, actors)}  # fmt: skip
+    state = resume(args, saved)
+    run = RunFolder(args, state, world)
+    stack.push(run)
+    print0(f"{run.path}: {world.device.type}, {dtype}, {world.size} ranks")
+    print0(step_table(args, plan))
+    collector = Collector(envs, models, tokenizer, roles, state, args, catch_signals(stack))
+    collector.publish_weights()
+    print0(memory_line(models, min(args.rollout_slots, -(-N // roles.players.size)), args))
+    state.eval_before = state.eval_before or evaluate(collector.play, eval_envs, args, state.iteration)
+    run.print_results("before", state.eval_before)
+    interrupt = 0  # number of a signal that ends the run
+    if trainers.index is None:  # does not train
+        interrupt = collector.run()
+
+    while state.iteration < args.num_iterations and not interrupt:
+        iteration = state.iteration
+        clock = [time.time()]  # ends of phases
+
+        # --- Rollout: every rank plays some episodes and gets all of them
+        batch, age = collector.collect()  # age of the weights that sampled, in iterations
+        # FORK: which samples train. batch = select(batch, indices, plan)
+        clock.append(time.time())
+
+        # --- Old log-probs, reference log-probs, values, rewards, advantages
+        experience, advantage_std = make_experience(batch, (actor, critic, reference), tokenizer, roles, args)
+        clock.append(time.time())
+
+        # --- Critic epochs. What the actor needs is frozen: the order does not matter
+        critic_steps = []  # statistics of each optimizer step
+        for epoch in range(args.critic_epochs if critic else 0):
+            for n_tokens, minibatch in shuffled_minibatches(experience, critics, args, iteration, epoch):
+                parts = []
+                for mb in minibatch:  # microbatches, whose gradients add up
+                    newvalues = sampled_values(critic, mb)
+                    # FORK: value loss.
+                    v_loss = value_loss(newvalues, mb.values, mb.returns, mb.mask, args.value_clip, n_tokens)
+                    v_loss.backward()
+                    parts.append({"value_loss": v_loss})
+                grad_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
+                step = read_step(parts, grad_norm, n_tokens, critics)
+                done = state.critic_steps + len(critic_steps)
+                step["lr"] = linear_schedule(args.critic_lr, args.lr_end, done, plan.critic_steps_total)
+                optimizer_step(critic_optimizer, step)
+                critic_steps.append(step)
+        clock.append(time.time())
+
+        # --- Actor epochs; none during critic warm-up
+        warmup = iteration < args.critic_warmup_iterations
+        actor_steps, early_stop = [], False
+        weights_before = probe_weights(actor)
+        for epoch in range(args.ppo_epochs if actor and not warmup else 0):
+            for n_tokens, minibatch in shuffled_minibatches(experience, actors, args, iteration, epoch):
+                parts = []
+                for mb in minibatch:
+                    newlogprobs, entropy = sampled_logprobs(actor, mb, args.temperature)
+                    # FORK: policy loss.
+                    pg_loss, part = policy_loss(newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,
+                                                args.clip_low, args.clip_high, args.dual_clip, n_tokens)
+                    part["dev_max"] = torch.maximum(part.pop("ratio_max") - 1, 1 - part.pop("ratio_min"))
+                    part |= {"policy_loss": pg_loss, "entropy": entropy.sum() / n_tokens}
+                    loss = pg_loss - args.entropy_coef * part["entropy"]
+                    if args.kl_in == "loss":
+                        kls = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_estimator)
+                        part["kl_loss"] = kls.sum() / n_tokens
+                        loss = loss + args.kl_coef * part["kl_loss"]
+                    loss.backward()
+                    parts.append(part)
+                grad_norm = nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm)
+                step = read_step(parts, grad_norm, n_tokens, actors)
+                early_stop = args.target_kl is not None and step["approx_kl"] > args.target_kl
+                if early_stop:  # before the step
+                    actor_optimizer.zero_grad()
+                    break
+                done = state.actor_steps + len(actor_steps)
+                step["lr"] = linear_schedule(args.actor_lr, args.lr_end, done, plan.actor_steps_total)
+                optimizer_step(actor_optimizer, step)
+                actor_steps.append(step)
+            if early_stop:
+                break
+        clock.append(time.time())
+        if args.ref_sync_every and (iteration + 1) % args.ref_sync_every == 0 and reference:
+            sync_reference(reference, actor, args)
+
+        # --- New weights to the samplers, diagnosis, log, checkpoint
+        actor_steps = trainers.gather(actor_steps)[0]  # the first rank always trains the actor,
+        critic_steps = trainers.gather(critic_steps)[-1]  # the last trainer the critic
+        state.advance(args, actor_steps, critic_steps)
+        interrupt = collector.publish_weights(ahead=True)
+        clock.append(time.time())
+        signals = ratio_signals(actor, weights_before, experience, actor_steps, roles, args)
+        signals |= {"sampler_age": age, "old_age": 0 if args.recompute_old_logprobs else age,
+                    "phase": "critic_warmup" if warmup else "train", "planned": plan.update_steps,
+                    "early_stop": bool(args.target_kl) and not warmup and len(actor_steps) < plan.update_steps,
+                    "adv_raw_std": advantage_std, "compute_dtype": str(dtype)}  # fmt: skip
+        diagnosis = diagnose_ratio(signals)
+        clock.append(time.time())
+        run.log(metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock),
+                batch, experience, diagnosis)  # fmt: skip
+        if diagnosis.cause == "forward_mismatch" and signals["first_dev"] > 1e-2:
+            if state.actor_steps == len(actor_steps):  # of the first updates
+                raise UserError(f"the first ratio is off: {diagnosis.advice} ({diagnosis.evidence})")
+        at_end = state.iteration == args.num_iterations
+        if interrupt or (args.save_every and (at_end or state.iteration % args.save_every == 0)):
+            save_checkpoint(run, saved, state, args, trainers)
+
+    if actor:
+        save_hf_checkpoint(actor, actor.config, tokenizer, run.path / "model")
+    world.gather(None)  # when one rank exits, torchrun ends the others
+    if interrupt:
+        raise SystemExit(128 + interrupt)
+    run.print_results("after", evaluate(collector.play, eval_envs, args, state.iteration))
+    return run.summary
+
+
+# === 4. Rollout ===
 # In waves of `rollout_slots` rows that take turns together. The longest episode ends a wave.
 
 
@@ -210,14 +620,16 @@ class Episode:
         self.extend(tokenizer.encode_prompt(prompt))
         self.prompt_length = len(self.ids)
         if not 1 <= self.prompt_length <= args.max_prompt_tokens:
-            raise UserError(f"--max-prompt-tokens {args.max_prompt_tokens}: {self.prompt_length} tokens, {self.where}")
+            too_long = f"--max-prompt-tokens {args.max_prompt_tokens}: {self.prompt_length} tokens"
+            raise UserError(f"{too_long}, {self.where}")
         self.limit = self.prompt_length + args.max_new_tokens
 
     def add_dense_rewards(self, pairs: list, tokenizer: HFTokenizer) -> None:
-        """(end, reward) is for response[:end] and goes to the token that completes these characters."""
+        """(end, reward) is for response[:end] and goes to the token that completes it."""
         ids = self.ids[self.turn :]
         response = tokenizer.decode(ids)
-        with rephrase(f"{self.where}: info['rewards'] must hold (end, finite reward), 1 <= end <= {len(response)}"):
+        valid = f"info['rewards'] must hold (end, finite reward), 1 <= end <= {len(response)}"
+        with rephrase(f"{self.where}: {valid}"):
             for end, reward in pairs:
                 if not (1 <= end <= len(response) and math.isfinite(reward)):
                     raise ValueError(f"not {(end, reward)}")
@@ -265,7 +677,7 @@ def decode_step(actor: Transformer, cache: KVCache, slots: Slots, temperature: f
     # FORK: sampling. Top-p or top-k must go into every log-prob too, or the ratio is wrong.
     logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
     preference = logprobs
-    if not greedy:  # argmax of p / exponential noise draws from p; multinomial would make the host wait
+    if not greedy:  # argmax of p / exponential noise draws from p; multinomial would block the host
         preference = logprobs.exp() / sampling_noise(slots.keys, slots.length, logits.shape[1])
     token = preference.argmax(dim=-1, keepdim=True)  # [B, 1]
     index = torch.where(slots.alive, slots.length, cache.scratch)[:, None]  # [B, 1]
@@ -278,11 +690,11 @@ def decode_step(actor: Transformer, cache: KVCache, slots: Slots, temperature: f
 compiled_decode_step = torch.compile(decode_step, dynamic=True)
 
 
-def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict[int, Episode], args: Args) -> None:
-    """Upload the text of `playing` {row: episode}, prefill what the cache lacks, let them decode."""
+def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict, args: Args) -> None:
+    """Upload the text of `playing` {row: episode}, prefill what the cache lacks, let it decode."""
     texts = padded([e.ids for e in playing.values()], 0)
     numbers = torch.tensor([(row, len(e.ids), e.limit, e.cached) for row, e in playing.items()])
-    width = max(len(e.ids) - 1 - e.cached for e in playing.values())  # the newest token is left to decode_step
+    width = max(len(e.ids) - 1 - e.cached for e in playing.values())  # decode_step does the last
     rows, length, limit, cached = numbers.to(slots.tokens.device).T  # [R] each
     slots.tokens[rows, : texts.shape[1]] = texts.to(rows.device)
     slots.length[rows], slots.limit[rows], slots.alive[rows] = length, limit, True
@@ -298,13 +710,14 @@ def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict[i
 
 def end_turn(slots: Slots, playing: dict[int, Episode], tokenizer: HFTokenizer, args: Args) -> None:
     """Hand what the rows of `playing` have sampled to their environments, and take the answers."""
-    tokens, logprobs, lengths = slots.tokens.tolist(), slots.logprobs.tolist(), slots.length.tolist()
-    calls = []
+    tokens, logprobs = slots.tokens.tolist(), slots.logprobs.tolist()
+    lengths, calls = slots.length.tolist(), []
     for row, episode in playing.items():
         new = slice(len(episode.ids), lengths[row])
         episode.extend(tokens[row][new], logprobs[row][new])
         episode.cached = len(episode.ids) - 1
-        calls.append(EnvCall(episode.env, "step", episode.where, args, tokenizer.decode(tokens[row][new])))
+        response = tokenizer.decode(tokens[row][new])
+        calls.append(EnvCall(episode.env, "step", episode.where, args, response))
     for episode, call in zip(playing.values(), calls):
         episode.take_answer(call.result(), tokenizer)
 
@@ -315,7 +728,7 @@ def envs_needed(args: Args, samples: int) -> int:
 
 @torch.no_grad()
 def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
-    """Sample an episode for each of `seeds` [N], in waves of up to rollout_slots and len(envs) rows.
+    """Sample an episode for each of `seeds` [N], in waves of rollout_slots, or of len(envs), rows.
 
     `actor` is the sampler. `sample_ids` [N] and `iteration` choose the noise. Raises UserError.
     """
@@ -360,7 +773,8 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
 def collect(episodes: list[Episode], tokenizer: HFTokenizer, stats: dict[str, float]) -> Rollout:
     return Rollout(
         tokens=padded([e.ids for e in episodes], 0), mask=padded([e.mask for e in episodes], False),
-        logprobs=padded([e.logprobs for e in episodes], 0.0), rewards=padded([e.rewards for e in episodes], 0.0),
+        logprobs=padded([e.logprobs for e in episodes], 0.0),
+        rewards=padded([e.rewards for e in episodes], 0.0),
         lengths=torch.tensor([len(e.ids) for e in episodes]), stop=[e.stop for e in episodes],
         texts=[tokenizer.decode(e.ids[e.prompt_length :]) for e in episodes], stats=stats,
         prompts=[e.prompt for e in episodes], success=[e.success for e in episodes])
@@ -372,411 +786,6 @@ def padded(rows: list[list], blank: float) -> Tensor:
     return torch.tensor([row + [blank] * (T - len(row)) for row in rows])
 
 
-# === 3. Mathematics of PPO ===
-
-
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean over mask, 0 if it is empty. Elsewhere x may be NaN."""
-    return torch.where(mask.bool(), x, 0.0).sum() / mask.sum().clamp(min=1)
-
-
-def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """x with mean 0 and standard deviation 1 over mask, 0 elsewhere."""
-    centered = torch.where(mask.bool(), x - masked_mean(x, mask), 0.0)
-    variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
-    return centered * torch.rsqrt(variance + 1e-8)
-
-
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Estimates k1, k2, k3 of KL(pi || pi_ref), from tokens of pi (joschu.net/blog/kl-approx.html)."""
-    logratio = logprobs - ref_logprobs
-    return {"k1": logratio, "k2": logratio.square() / 2, "k3": torch.exp(-logratio) - 1 + logratio}[kind]
-
-
-def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16) over the tokens of the mask.
-
-    The sampled tokens of a row are one chain that skips the environment's text. rewards, values, mask [B, T];
-    bootstrap [B] = V(state after the last token), default 0. Returns (advantages, returns) [B, T], 0 off the mask.
-    """
-    mask = mask.bool()
-    values = torch.where(mask, values, 0.0)
-    nextvalues = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap  # [B]
-    lastgaelam = torch.zeros_like(values[:, 0])
-    advantages = torch.zeros_like(values)
-    for t in reversed(range(mask.shape[1])):
-        delta = rewards[:, t] + gamma * nextvalues - values[:, t]
-        lastgaelam = torch.where(mask[:, t], delta + gamma * gae_lambda * lastgaelam, lastgaelam)
-        nextvalues = torch.where(mask[:, t], values[:, t], nextvalues)
-        advantages[:, t] = lastgaelam
-    advantages = torch.where(mask, advantages, 0.0)
-    return advantages, advantages + values
-
-
-def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip=None, denom=None):
-    """Clipped surrogate (https://arxiv.org/abs/1707.06347 eq. 7), dual clip (https://arxiv.org/abs/1912.09729 eq. 5).
-
-    All of one shape. Returns (loss, stats), sums over mask / denom (default mask.sum()): with the token count of the
-    minibatch they add up over microbatches and ranks, but for ratio_max and ratio_min.
-    """
-    mask = mask.bool()
-    denom = mask.sum().clamp(min=1) if denom is None else denom
-    advantages = torch.where(mask, advantages, 0.0)
-    logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)
-    ratio = logratio.exp()  # outside the mask 1, where losses and statistics below are 0
-    pg_loss1 = -advantages * ratio
-    pg_loss2 = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = torch.max(pg_loss1, pg_loss2)
-    if dual_clip is not None:
-        losses = torch.where(advantages < 0, torch.min(losses, -advantages * dual_clip), losses)
-    with torch.no_grad():
-        ratios = ratio if ratio.numel() else ratio.new_ones(1)  # a rank may have no tokens
-        stats = {
-            "clipfrac": (pg_loss2 > pg_loss1).sum() / denom,
-            "out_of_clip": ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).sum() / denom,
-            "approx_kl": (ratio - 1 - logratio).sum() / denom,  # k3 of KL(old || new)
-            "ratio_mean": (ratio * mask).sum() / denom,
-            "ratio_max": ratios.max(),
-            "ratio_min": ratios.min(),
-        }
-    return losses.sum() / denom, stats
-
-
-def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tensor:
-    """Half the squared error, of values clipped to old_values +- clip if larger; sum over mask / denom."""
-    mask = mask.bool()
-    values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
-    losses = (values - returns).square()
-    if clip is not None:
-        clipped = old_values + (values - old_values).clamp(-clip, clip)
-        losses = torch.max(losses, (clipped - returns).square())
-    denom = mask.sum().clamp(min=1) if denom is None else denom
-    return 0.5 * losses.sum() / denom
-
-
-def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature) at `targets`, and entropy, from [n, d], [V, d], [n].
-
-    The chunked equivalent of these lines, whose logits [n, V] may take more memory than the model:
-        logprobs = F.log_softmax((hidden @ weight.T).float() / temperature, dim=-1)
-        return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
-    """
-    return ChunkedLogprobs.apply(hidden, weight, targets, temperature)
-
-
-# === 4. Training loop ===
-
-
-@dataclass(frozen=True)
-class Experience:
-    """All that an iteration stores about its N samples. `dataclasses.replace` changes fields."""
-
-    tokens: Tensor  # [N, T]
-    mask: Tensor  # [N, T] bool
-    logprobs: Tensor  # [N, T] of the sampler
-    rewards: Tensor  # [N, T]
-    truncated: Tensor  # [N] bool
-    lengths: Tensor  # [N] on the CPU
-    old_logprobs: Tensor | None = None  # [N, T], like the next four; 0 outside the mask
-    ref_logprobs: Tensor | None = None
-    values: Tensor | None = None
-    advantages: Tensor | None = None
-    returns: Tensor | None = None
-    scores: Tensor | None = None  # [N] reward without the KL
-    kl: Tensor | None = None  # [N] nats
-
-    @classmethod
-    def from_rollout(cls, batch: Rollout, device: torch.device) -> Experience:
-        truncated = torch.tensor([stop != "eos" for stop in batch.stop])
-        # FORK: which tokens train: batch.mask. A reward outside of it is lost.
-        tensors = (batch.tokens, batch.mask, batch.logprobs, batch.rewards, truncated)
-        return cls(*(x.to(device) for x in tensors), lengths=batch.lengths)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @functools.cached_property
-    def cpu_mask(self) -> Tensor:
-        """The mask, from which the host counts tokens without waiting for the device."""
-        return self.mask.cpu()
-
-    def microbatch(self, rows: Tensor) -> Microbatch:
-        """The samples `rows` [B], indices on the CPU."""
-        lengths = self.lengths[rows]
-        if len(rows) == 0:  # FSDP's calls are collective: compute a prompt token
-            rows, lengths = torch.tensor([0]), torch.tensor([1])
-        B, T = len(rows), int(lengths.max())
-        row, position = (torch.arange(T) < lengths[:, None]).nonzero().T  # [n] each
-        index = rows[row] * self.tokens.shape[1] + position  # [n] in N * T
-        sampled = self.cpu_mask.flatten()[index].nonzero()[:, 0]  # [m] in n
-        device = self.tokens.device
-        index, position, place = upload(torch.stack((index, position, row * T + position)), device)
-        sampled = upload(sampled, device)
-        stored = index[sampled]  # [m] in N * T
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        mb = {name: x.flatten()[stored] for name, x in fields.items() if x is not None and x.ndim == 2}
-        mb["tokens"] = self.tokens.flatten()[index]
-        return Microbatch(**mb, positions=position, layout=(place, B, T), sampled=sampled, stored=stored)
-
-
-class Microbatch(types.SimpleNamespace):
-    """The n tokens of B samples, one after the other without padding, of which m were sampled.
-
-    `tokens` [n], `positions` [n] in their sample, `layout`: where attention pads, see `pad`.
-    `sampled` [m]: indices in n; `stored` [m]: indices in N * T of the experience, whose other
-    fields the microbatch has of the sampled tokens alone: `old_logprobs` [m], ..., `mask` of ones.
-
-    The next two functions shift by one, and nothing else in training does: the output at t - 1, which is of
-    the same sample since that starts with a prompt, predicts token t and values the state before it.
-        tokens [a b C D | a E]   mask [0 0 1 1 0 1]   ->   sampled [2 3 5], predicted at [1 2 4]
-    """
-
-
-def sampled_logprobs(model: Transformer, mb: Microbatch, temperature: float):
-    """Log-probs [m] of the sampled tokens, entropy [m] of the distributions they came from."""
-    return model(mb.tokens, mb.positions, select=mb.sampled - 1, targets=mb.tokens[mb.sampled],
-                 temperature=temperature, layout=mb.layout)  # fmt: skip
-
-
-def sampled_values(critic: Transformer, mb: Microbatch) -> Tensor:
-    """Values [m] of the states in which tokens were sampled."""
-    return critic(mb.tokens, mb.positions, select=mb.sampled - 1, layout=mb.layout)
-
-
-@torch.no_grad()
-def forward_all(model, function, experience, ranks, trainers, args, some=slice(None)) -> Tensor:
-    """`function(model, microbatch)` of all samples, or `some`: [N, T], 0 for what was not sampled.
-
-    The `ranks` that hold the model compute a share each, all `trainers` get the sum.
-    """
-    out = torch.zeros(experience.tokens.shape, device=experience.tokens.device)
-    samples, parts = torch.arange(len(experience))[some], []
-    if model:
-        parts = microbatches(samples, experience.lengths, ranks, args.micro_batch_tokens)
-    for rows in progress(parts, "scoring, microbatches"):
-        mb = experience.microbatch(rows)
-        out.view(-1)[mb.stored] = function(model, mb).float()
-    return trainers.sum(out)
-
-
-def shuffled_minibatches(experience: Experience, ranks: Ranks, args: Args, iteration: int, epoch: int):
-    """Yields (sampled tokens, this rank's microbatches). The order depends on (seed, iteration, epoch) alone."""
-    generator = torch.Generator().manual_seed(((args.seed * 1_000_003 + iteration) * 1_000_003 + epoch) % 2**63)
-    # FORK: which samples make a minibatch.
-    minibatches = torch.randperm(len(experience), generator=generator).split(args.train_batch_size)
-    for rows in progress(minibatches, f"epoch {epoch + 1}, minibatches"):
-        n_tokens = int(experience.cpu_mask[rows].sum())
-        parts = microbatches(rows, experience.lengths, ranks, args.micro_batch_tokens)
-        if n_tokens > 0:  # else there is nothing to learn
-            yield n_tokens, [experience.microbatch(part) for part in parts]
-
-
-def linear_schedule(first: float, end_fraction: float, step: int, total_steps: int) -> float:
-    """From `first` to `first * end_fraction` over `total_steps`, then constant."""
-    return first * (1 - (1 - end_fraction) * min(1.0, step / max(1, total_steps)))
-
-
-def optimizer_step(optimizer: torch.optim.Optimizer, step: dict) -> None:
-    """Skipped if the gradient is not finite."""
-    optimizer.param_groups[0]["lr"] = step["lr"]
-    if not step["skipped"]:
-        optimizer.step()
-    optimizer.zero_grad()
-
-
-def train(args: Args) -> dict:
-    """Run PPO; returns what summary.json holds. Raises UserError."""
-    with contextlib.ExitStack() as stack:  # closes the run folder whatever happens
-        return ppo(args, stack)
-
-
-def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
-    # --- Ranks, environments, models (None where a rank holds none), run folder
-    plan = validate(args, WORLD_SIZE)
-    roles, dtype = connect(args)
-    world, trainers, actors, critics, players = roles
-    device, N = world.device, plan.samples_per_iteration
-    envs, eval_envs = make_envs(args, N, players), make_envs(args, args.eval_episodes, world, evaluation=True)
-    tokenizer, models = build_models(args, envs[0], roles, dtype)
-    actor, critic, reference, sampler = models
-    actor_optimizer, critic_optimizer = make_optimizer(actor, args), make_optimizer(critic, args)
-    trained = {"actor": (actor, actor_optimizer, actors), "critic": (critic, critic_optimizer, critics),
-               "reference": (reference, None, actors)}  # fmt: skip
-    state = resume(args, trained)
-    if state.ahead and (not args.rollout_ranks or len(state.ahead.prompts) != N):
-        state.ahead = None  # of other flags: sampled again
-    copy_weights(actor, sampler, actors, world)
-    run = RunFolder(args, state, world)
-    stack.push(run)
-    print0(f"{run.path}: {device.type}, {dtype}, {world.size} ranks\n{step_table(args, plan)}")
-    print0(memory_line(models, min(args.rollout_slots, -(-N // players.size)), args))
-    signals_received = catch_signals(stack)
-    play = functools.partial(rollout_on_ranks, world, sampler, tokenizer)
-    stop_ids = torch.tensor(tokenizer.stop_ids, device=device)
-    state.eval_before = state.eval_before or evaluate(play, eval_envs, args, state.iteration)
-    run.print_results("before", state.eval_before)
-    interrupt = 0  # number of a signal that ends the run
-
-    def logprobs_of(model, mb):
-        return sampled_logprobs(model, mb, args.temperature)[0]
-
-    def sample_iteration() -> Rollout:
-        seeds = [state.prompts + i // args.n_samples_per_prompt for i in range(N)]  # samples of a prompt are adjacent
-        return play(envs, seeds, args, state.iteration, players=players)
-
-    def hand_over() -> int:
-        """Samples of --rollout-ranks to all, new weights to the samplers. Returns a signal, or 0."""
-        if args.rollout_ranks and state.iteration < args.num_iterations:
-            state.ahead = sample_iteration()  # with the weights before the update; trainers wait
-        copy_weights(actor, sampler, actors, world)
-        return max(world.gather(max(signals_received, default=0)))
-
-    # With --rollout-ranks these sample for iteration i + 1 while the trainers update on iteration i.
-    # The policy that sampled is then one iteration old; importance weights pi_old / pi_sampler correct
-    # for it, as in decoupled PPO (https://arxiv.org/abs/2110.00641).
-    while state.iteration < args.num_iterations and not interrupt:
-        iteration = state.iteration
-        clock = [time.time()]  # ends of phases
-
-        # --- Rollout: every rank plays some episodes and gets all of them
-        age = int(state.ahead is not None)  # of the sampler's weights, in iterations
-        batch = state.ahead or sample_iteration()
-        state.ahead = None
-        if trainers.index is None:  # a rollout rank meets the others in hand_over
-            state.advance(args, [], [])
-            interrupt = hand_over()
-            continue
-        experience = Experience.from_rollout(batch, device)
-        mask = experience.mask
-        clock.append(time.time())
-
-        # --- Old log-probs, reference log-probs, values: recorded before the first update, then frozen.
-        # The forward that recomputes old log-probs computes the new ones: the first ratio is 1
-        score = functools.partial(forward_all, experience=experience, trainers=trainers, args=args)
-        old_logprobs = experience.logprobs
-        if args.recompute_old_logprobs:
-            old_logprobs = score(actor, logprobs_of, ranks=actors)
-        ref_logprobs = old_logprobs  # without a reference the KL is 0
-        if args.kl_coef > 0:
-            ref_logprobs = score(reference, logprobs_of, ranks=actors)
-        values = score(critic, sampled_values, ranks=critics)
-
-        # --- Rewards [N, T]: of turns and dense ones, missing-EOS penalty on the last token, KL on all
-        rewards = experience.rewards.clone()
-        samples, last = torch.arange(N, device=device), upload(batch.lengths - 1, device)  # [N]
-        no_eos = (experience.tokens[samples, last][:, None] != stop_ids).all(dim=-1)  # [N]
-        rewards[samples, last] -= args.missing_eos_penalty * no_eos
-        # FORK: reward shaping.
-        scores = rewards.sum(1)  # [N], logged
-        if args.kl_in == "reward":
-            rewards -= args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
-
-        # --- Advantages, whitened over the rollout; returns are not
-        # FORK: advantages.
-        bootstrap = None
-        if args.bootstrap_truncated:  # V(state after the last token)
-            after = lambda critic, mb: critic(mb.tokens, mb.positions, select=mb.sampled, layout=mb.layout)
-            bootstrap = score(critic, after, ranks=critics)[samples, last] * experience.truncated  # [N]
-        advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
-        advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
-        if advantage_std >= 1e-6:  # else only rounding errors would grow
-            advantages = masked_whiten(advantages, mask)
-        if args.rollout_is_cap:  # truncated importance weights
-            advantages *= (old_logprobs - experience.logprobs).exp().clamp(max=args.rollout_is_cap)
-        experience = dataclasses.replace(
-            experience, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values, returns=returns,
-            advantages=advantages, scores=scores, kl=(old_logprobs - ref_logprobs).sum(1))
-        clock.append(time.time())
-
-        # --- Critic epochs. What the actor needs is frozen: the order does not matter
-        critic_steps = []  # statistics of each optimizer step
-        for epoch in range(args.critic_epochs if critic else 0):
-            for n_tokens, minibatch in shuffled_minibatches(experience, critics, args, iteration, epoch):
-                parts = []
-                for mb in minibatch:  # microbatches, whose gradients add up
-                    newvalues = sampled_values(critic, mb)
-                    # FORK: value loss.
-                    v_loss = value_loss(newvalues, mb.values, mb.returns, mb.mask, args.value_clip, n_tokens)
-                    v_loss.backward()
-                    parts.append({"value_loss": v_loss})
-                grad_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
-                step = read_step(parts, grad_norm, n_tokens, critics)
-                done = state.critic_steps + len(critic_steps)
-                step["lr"] = linear_schedule(args.critic_lr, args.lr_end, done, plan.critic_steps_total)
-                optimizer_step(critic_optimizer, step)
-                critic_steps.append(step)
-        clock.append(time.time())
-
-        # --- Actor epochs; none during critic warm-up
-        warmup = iteration < args.critic_warmup_iterations
-        actor_steps, early_stop = [], False
-        weights_before = probe_weights(actor)
-        for epoch in range(args.ppo_epochs if actor and not warmup else 0):
-            for n_tokens, minibatch in shuffled_minibatches(experience, actors, args, iteration, epoch):
-                parts = []
-                for mb in minibatch:
-                    newlogprobs, entropy = sampled_logprobs(actor, mb, args.temperature)
-                    # FORK: policy loss.
-                    pg_loss, part = policy_loss(newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,
-                                                args.clip_low, args.clip_high, args.dual_clip, n_tokens)
-                    # max |ratio - 1|: a maximum, not a sum
-                    part["dev_max"] = torch.maximum(part.pop("ratio_max") - 1, 1 - part.pop("ratio_min"))
-                    part |= {"policy_loss": pg_loss, "entropy": entropy.sum() / n_tokens}
-                    loss = pg_loss - args.entropy_coef * part["entropy"]
-                    if args.kl_in == "loss":
-                        kl_loss = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_estimator)
-                        part["kl_loss"] = kl_loss.sum() / n_tokens
-                        loss = loss + args.kl_coef * part["kl_loss"]
-                    loss.backward()
-                    parts.append(part)
-                grad_norm = nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm)
-                step = read_step(parts, grad_norm, n_tokens, actors)
-                early_stop = args.target_kl is not None and step["approx_kl"] > args.target_kl
-                if early_stop:  # before the step
-                    actor_optimizer.zero_grad()
-                    break
-                done = state.actor_steps + len(actor_steps)
-                step["lr"] = linear_schedule(args.actor_lr, args.lr_end, done, plan.actor_steps_total)
-                optimizer_step(actor_optimizer, step)
-                actor_steps.append(step)
-            if early_stop:
-                break
-        clock.append(time.time())
-        if args.ref_sync_every and (iteration + 1) % args.ref_sync_every == 0 and reference:
-            for target, source in zip(reference.parameters(), actor.parameters()):
-                target.detach().lerp_(source.detach(), args.ref_sync_alpha)
-
-        # --- Hand over, diagnose, log
-        actor_steps = trainers.gather(actor_steps)[0]  # the first rank always trains the actor,
-        critic_steps = trainers.gather(critic_steps)[-1]  # the last trainer the critic
-        state.advance(args, actor_steps, critic_steps)
-        interrupt = hand_over()
-        clock.append(time.time())
-        signals = ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, roles, args)
-        signals |= {"sampler_age": age, "old_age": 0 if args.recompute_old_logprobs else age,
-                    "phase": "critic_warmup" if warmup else "train", "planned": plan.update_steps,
-                    "early_stop": bool(args.target_kl) and not warmup and len(actor_steps) < plan.update_steps,
-                    "adv_raw_std": advantage_std, "compute_dtype": str(dtype)}  # fmt: skip
-        diagnosis = diagnose_ratio(signals)
-        clock.append(time.time())
-        row = metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock)
-        run.log(row, batch, experience, diagnosis)
-        no_earlier_steps = state.actor_steps == len(actor_steps)
-        if no_earlier_steps and diagnosis.cause == "forward_mismatch" and signals["first_dev"] > 1e-2:
-            raise UserError(f"the first ratio is off: {diagnosis.advice} ({diagnosis.evidence})")
-        at_end = state.iteration == args.num_iterations
-        if interrupt or (args.save_every and (at_end or state.iteration % args.save_every == 0)):
-            save_checkpoint(run, trained, state, args, trainers)
-
-    if actor:
-        save_hf_checkpoint(actor, actor.config, tokenizer, run.path / "model")
-    world.gather(None)  # when one rank exits, torchrun ends the others
-    if interrupt:
-        raise SystemExit(128 + interrupt)
-    run.print_results("after", evaluate(play, eval_envs, args, state.iteration))
-    return run.summary
-
-
 # ################################# Part II: what PPO stands on #################################
 
 # === 5. Transformer ===
@@ -784,7 +793,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 
 @dataclass
 class ModelConfig:
-    """Shape of a Llama, Qwen2 or Qwen3 decoder. `raw` is its config.json, written back on export."""
+    """Shape of a Llama, Qwen2 or Qwen3 decoder. `raw`: its config.json, written back on export."""
 
     vocab_size: int
     hidden_size: int
@@ -806,17 +815,17 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, raw: dict) -> ModelConfig:
-        """Read a config.json of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
+        """Read config.json of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
         kind, act = raw.get("model_type"), raw.get("hidden_act", "silu")
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
-        known = kind in ("llama", "qwen2", "qwen3") and rope_type in ("default", "llama3") and act == "silu"
-        if not known or raw.get("use_sliding_window"):
-            raise ValueError(f"model_type {kind!r}, rope {rope_type!r}, {act!r}: must be llama, qwen2 or qwen3, rope "
-                             "default or llama3, silu, without use_sliding_window")
+        known = kind in ("llama", "qwen2", "qwen3") and rope_type in ("default", "llama3")
+        if not known or act != "silu" or raw.get("use_sliding_window"):
+            raise ValueError(f"model_type {kind!r}, rope {rope_type!r}, {act!r}: must be llama, qwen2 or "
+                             "qwen3, rope default or llama3, silu, without use_sliding_window")
         heads = raw["num_attention_heads"]
         shared = {f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw}
-        bias = raw.get("attention_bias", False)  # on q, k, v and o; Qwen2 always has it, on q, k and v
+        bias = raw.get("attention_bias", False)  # on q, k, v, o; Qwen2 always has it on q, k, v
         return cls(**shared | {
             "num_key_value_heads": raw.get("num_key_value_heads") or heads,
             "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
@@ -827,8 +836,9 @@ class ModelConfig:
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Rotary frequencies [D / 2] (https://arxiv.org/abs/2104.09864), low ones stretched as in Llama 3.1."""
-    frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim)
+    """Rotary frequencies [D / 2] (https://arxiv.org/abs/2104.09864), low ones as in Llama 3.1."""
+    exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
+    frequencies = config.rope_theta**-exponents
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
@@ -840,7 +850,7 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + D / 2) of x [..., H, D], as in HF, in fp32. cos, sin [..., 1, D]."""
-    swapped = x.float().roll(x.shape[-1] // 2, dims=-1)  # [second half, first half], whose signs are in sin
+    swapped = x.float().roll(x.shape[-1] // 2, dims=-1)  # [second half, first half]; signs: sin
     return (x.float() * cos + swapped * sin).to(x.dtype)
 
 
@@ -864,22 +874,25 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x, cos, sin, layout=None, cache=None, positions=None, mask=None):
-        q = apply_rope(self.q_norm(self.q_proj(x).unflatten(-1, (self.H, self.D))), cos, sin)  # [..., H, D]
-        k = apply_rope(self.k_norm(self.k_proj(x).unflatten(-1, (self.Hkv, self.D))), cos, sin)  # [..., Hkv, D]
+        q = self.q_proj(x).unflatten(-1, (self.H, self.D))  # [..., H, D]
+        k = self.k_proj(x).unflatten(-1, (self.Hkv, self.D))  # [..., Hkv, D]
         v = self.v_proj(x).unflatten(-1, (self.Hkv, self.D))
+        q, k = apply_rope(self.q_norm(q), cos, sin), apply_rope(self.k_norm(k), cos, sin)
         if cache is None:
             if layout:  # on an accelerator torch.nn.attention.varlen would avoid the padding
                 q, k, v = pad(q, *layout), pad(k, *layout), pad(v, *layout)  # [B, T, H or Hkv, D]
             # Rows start at index 0, so causality alone hides the padding on the right.
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or Hkv, T, D]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped).transpose(1, 2)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+            out = out.transpose(1, 2)  # [B, T, H, D]
             if layout:
                 out = out.flatten(0, 1).index_select(0, layout[0])  # [n, H, D]
             return self.o_proj(out.flatten(-2))
         B, T = positions.shape
-        # With a mask enable_gqa is slow: the G query heads of a key head become queries of it instead.
+        # enable_gqa is slow with a mask: the G query heads of a key head become queries of it.
         k, v = cache.update(self.layer, k, v, positions)  # [B, Hkv, S, D]
-        q = q.view(B, T, self.Hkv, -1, self.D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
+        q = q.view(B, T, self.Hkv, -1, self.D).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, T, D]
+        q = q.flatten(2, 3)  # [B, Hkv, G * T, D]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         out = out.view(B, self.Hkv, -1, T, self.D).permute(0, 3, 1, 2, 4)  # [B, T, Hkv, G, D]
         return self.o_proj(out.flatten(2))
@@ -917,7 +930,7 @@ class Transformer(nn.Module):
         self.config, self.head, self.checkpointing = config, head, False
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
-            "layers": nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers)),
+            "layers": nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers)),
             "norm": nn.RMSNorm(config.hidden_size, config.rms_norm_eps),
         })
         if head == "lm":
@@ -931,20 +944,21 @@ class Transformer(nn.Module):
         if self.head == "lm" and self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens, positions=None, cache=None, select=None, targets=None, temperature=1.0, layout=None):
-        """Logits [B, T, V] of `tokens` [B, T], or values [B, T]. The only entry point, which FSDP hooks.
+    def forward(self, tokens, positions=None, cache=None, select=None, targets=None,
+                temperature=1.0, layout=None):  # fmt: skip
+        """Logits [B, T, V] of `tokens` [B, T], or values [B, T]. FSDP hooks this method alone.
 
-        Training passes tokens without padding: `tokens` and `positions` [n], and their `layout`, for logits [n, V].
-        With `select` [m], flat indices of tokens: of these alone. With `targets` [m], too: their log-probs [m] and the
-        entropy [m]. The rollout passes `positions` [B, T] and its `cache`.
+        Training passes tokens without padding: `tokens`, `positions` [n] and their `layout`, for
+        logits [n, V]. With `select` [m], flat indices of tokens: of these alone. With `targets` [m],
+        too: their log-probs [m] and the entropy [m]. The rollout passes `positions` [B, T], `cache`.
         """
         at = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         angles = at[..., None, None].float() * self.rope  # [..., 1, D / 2]
         cos, sin = angles.cos(), angles.sin()
-        context = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), layout)  # [..., 1, D]
+        context = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), layout)
         if cache is not None:
             G = self.config.num_attention_heads // self.config.num_key_value_heads
-            mask = cache.attention_mask(positions).repeat(1, G, 1)[:, None]  # [B, 1, G * T, S], as queries are folded
+            mask = cache.attention_mask(positions).repeat(1, G, 1)[:, None]  # [B, 1, G * T, S]
             context += (cache, positions, mask)
         x = self.model.embed_tokens(tokens)  # [..., hidden]
         for block in self.model.layers:
@@ -965,18 +979,18 @@ class Transformer(nn.Module):
 
 
 class KVCache:
-    """Keys and values of every layer, [rows, Hkv, S, D] each. Index `scratch` takes what is written for padding."""
+    """Keys and values of every layer, [rows, Hkv, S, D] each. Padding goes to index `scratch`."""
 
     def __init__(self, config: ModelConfig, rows: int, size: int, dtype=torch.float32, device="cpu"):
         self.scratch = size
         self.attend = round_up(size + 1)  # attention reads the indices below
-        self.rows, self.all_rows = torch.arange(rows, device=device), True  # rows of the next forward
+        self.rows, self.all_rows = torch.arange(rows, device=device), True  # of the next forward
         shape = (rows, config.num_key_value_heads, self.attend, config.head_dim)
         zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
         self.layers = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
 
     def view(self, attend: int, rows: Tensor | None = None) -> KVCache:
-        """The same memory, for a forward of `rows` (default: all) that attends to `attend` positions."""
+        """The same memory, for a forward of `rows` (default all) over `attend` positions."""
         view = copy.copy(self)
         view.attend = min(round_up(attend), self.attend)
         if rows is not None:
@@ -989,7 +1003,7 @@ class KVCache:
         return self.layers[0][0].new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
 
     def update(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k, v [B, T, Hkv, D] at `positions` [B, T]; returns keys and values [B, Hkv, attend, D]."""
+        """Write k, v [B, T, Hkv, D] at `positions` [B, T]; returns both, [B, Hkv, attend, D]."""
         keys, values = self.layers[layer]
         keys[self.rows[:, None], :, positions] = k
         values[self.rows[:, None], :, positions] = v
@@ -1002,12 +1016,23 @@ def round_up(n: int) -> int:
     return -(-n // 16) * 16
 
 
+def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature) at `targets`, entropy, from [n, d], [V, d], [n].
+
+    The chunked equivalent of these lines, whose logits [n, V] may take more memory than the model:
+        logprobs = F.log_softmax((hidden @ weight.T).float() / temperature, dim=-1)
+        return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+    """
+    return ChunkedLogprobs.apply(hidden, weight, targets, temperature)
+
+
 class ChunkedLogprobs(torch.autograd.Function):
     """`token_logprobs` in chunks of positions, whose logits the backward pass computes again."""
 
     @staticmethod
     def chunks(hidden, weight, targets, temperature):
-        rows = max(1, 2 ** (26 if hidden.is_cuda else 22) // len(weight))  # fp32 logits of 16 MB, on a GPU 256 MB
+        logits = 2**26 if hidden.is_cuda else 2**22  # in a chunk: 256 MB, on the CPU 16 MB
+        rows = max(1, logits // len(weight))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = (hidden[part] @ weight.T).float().div_(temperature)  # [rows, V]
@@ -1027,20 +1052,21 @@ class ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, targets, entropy = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part, log_p, target in ChunkedLogprobs.chunks(hidden, weight, targets, ctx.temperature):
-            # d loss / d logits = onehot * g - p * (g + grad_entropy * (log p + entropy)), in place for memory
-            g = grad_logprobs[part, None]
-            p = log_p.exp()
+            # d loss / d logits = onehot * g - p * (g + grad_entropy * (log p + entropy)), in place
+            g, p = grad_logprobs[part, None], log_p.exp()
             log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(g)
-            grad = p.mul_(log_p).neg_().scatter_add_(1, target, g).div_(ctx.temperature).to(hidden.dtype)
+            grad = p.mul_(log_p).neg_().scatter_add_(1, target, g)
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 def hash32(x: Tensor) -> Tensor:
-    """lowbias32 (https://github.com/skeeto/hash-prospector) on int32, whose `>>` keeps the sign: mask."""
+    """lowbias32 (https://github.com/skeeto/hash-prospector) on int32; `>>` keeps the sign: mask."""
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
     x = (x ^ (x >> 15 & 0x1FFFF)) * -0x7B935975  # 0x846CA68B as int32; products wrap
     return x ^ (x >> 16 & 0xFFFF)
@@ -1048,16 +1074,16 @@ def hash32(x: Tensor) -> Tensor:
 
 def sample_keys(seed: int, iteration: int, sample_ids, device="cpu") -> Tensor:
     """A key [N] for each sample: its text depends on neither batch, slot nor rank."""
-    seed, iteration, ids = (torch.tensor(x, device=device).to(torch.int32) for x in (seed, iteration, list(sample_ids)))
-    return hash32(hash32(hash32(seed) ^ iteration) ^ ids)
+    int32 = lambda x: torch.tensor(x, device=device).to(torch.int32)
+    return hash32(hash32(hash32(int32(seed)) ^ int32(iteration)) ^ int32(list(sample_ids)))
 
 
 def sampling_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
-    """Exponential noise [B, V], a pure function of sample key [B], token index [B] and vocabulary id."""
+    """Exponential noise [B, V], a function of sample key [B], token index [B] and vocabulary id."""
     token_keys = hash32(hash32(keys ^ 0x5851F42D) ^ index.to(torch.int32))
     ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
     x = hash32(hash32(ids ^ keys[:, None]) ^ token_keys[:, None])  # [B, V]
-    # 31 bits and a clamp: if u were 1 or coarser near 0, rare tokens would be drawn too often or never.
+    # 31 bits, clamped: if u were 1, or coarser near 0, rare tokens would come too often or never.
     u = ((x >> 1) & 0x7FFFFFFF).float().add(0.5).mul(2**-31).clamp(max=1 - 2**-24)
     return -torch.log1p(-u)
 
@@ -1077,11 +1103,12 @@ class HFTokenizer:
         self.tokenizer.no_truncation()
         stop_ids = {self.hf.eos_token_id}
         for name in ("config.json", "generation_config.json"):
-            ids = read_json(self.folder / name).get("eos_token_id") if (self.folder / name).is_file() else None
-            stop_ids.update(ids if isinstance(ids, list) else [ids])
+            if (self.folder / name).is_file():
+                ids = read_json(self.folder / name).get("eos_token_id")
+                stop_ids.update(ids if isinstance(ids, list) else [ids])
         self.stop_ids = sorted(stop_ids - {None})
         if not self.stop_ids:
-            raise UserError(f"{folder}: no eos token in config.json, generation_config.json or tokenizer_config.json")
+            raise UserError(f"{folder}: no eos token in config.json or tokenizer_config.json")
         self.eos_id = self.stop_ids[0] if self.hf.eos_token_id is None else self.hf.eos_token_id
         self.pad_id = self.eos_id if self.hf.pad_token_id is None else self.hf.pad_token_id
         self.vocab_size = max(*self.hf.get_vocab().values(), *self.stop_ids) + 1
@@ -1090,7 +1117,8 @@ class HFTokenizer:
     def from_texts(cls, texts: list[str]) -> HFTokenizer:
         """A character tokenizer over what `texts` contain: a BPE without merges."""
         special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-        vocab = {token: i for i, token in enumerate([*special.values(), *sorted(set("".join(texts)))])}
+        characters = sorted(set("".join(texts)))
+        vocab = {token: i for i, token in enumerate([*special.values(), *characters])}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
         tokenizer.decoder = tokenizers.decoders.Fuse()
         return cls("embedded", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
@@ -1104,13 +1132,13 @@ class HFTokenizer:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """A user turn in the chat template, or the plain text, after BOS where the tokenizer adds it."""
+        """A user turn in the chat template, or plain text, with BOS where the tokenizer adds it."""
         if self.hf.chat_template:
             return self.encode(self.render(("user", prompt)))
         return self.encode(prompt, add_special_tokens=True)
 
     def encode_feedback(self, text: str) -> list[int]:
-        """The environment's next message: what the template puts between two turns of the assistant."""
+        """What the chat template puts between two turns of the assistant, around `text`."""
         if self.hf.chat_template:
             whole = self.render(("user", "-"), ("assistant", "<<turn>>"), ("user", text))
             text = whole.partition("<<turn>>")[2]
@@ -1133,8 +1161,8 @@ def load_config(folder: str | Path) -> ModelConfig:
         return ModelConfig.from_hf(read_json(Path(folder, "config.json")))
 
 
-def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm") -> tuple[Transformer, ModelConfig]:
-    """Load config.json and safetensors, single or sharded. Raises UserError."""
+def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm"):
+    """(Transformer, ModelConfig) of config.json and safetensors, single or sharded; or UserError."""
     config = load_config(path)
     model = materialize(on_meta(config, head).to(dtype), device)
     load_weights(model, path)
@@ -1150,18 +1178,20 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: str | Path, optional=frozenset()) -> None:
-    """Fill `tensors`, which may be sharded, from safetensors. Raises UserError if names or shapes differ."""
+    """Fill `tensors`, sharded or not, from safetensors. UserError if names or shapes differ."""
     with rephrase(f"{folder}: safetensors are missing, corrupt or of another model"):
         reader = dcp.HuggingFaceStorageReader(str(folder))
-        sizes = {name: x.size for name, x in reader.read_metadata().state_dict_metadata.items()}
-        differ = {name for name, _ in sizes.items() ^ {name: x.shape for name, x in tensors.items()}.items()}
-        differ = sorted(name for name in differ - set(optional) if "rotary_emb" not in name)
+        saved = {name: x.size for name, x in reader.read_metadata().state_dict_metadata.items()}
+        shapes = {name: x.shape for name, x in tensors.items()}
+        differ = {name for name, _ in saved.items() ^ shapes.items()} - set(optional)
+        differ = sorted(name for name in differ if "rotary_emb" not in name)
         if differ:
             raise ValueError(f"other names or shapes: {', '.join(differ)}")
-        dcp.load({name: x for name, x in tensors.items() if name in sizes}, storage_reader=reader, no_dist=True)
+        found = {name: x for name, x in tensors.items() if name in saved}
+        dcp.load(found, storage_reader=reader, no_dist=True)
 
 
-def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTokenizer, path: str | Path) -> None:
+def save_hf_checkpoint(model: Transformer, config, tokenizer: HFTokenizer, path: str | Path) -> None:
     """Write a folder that transformers can load. All ranks of a sharded model call it."""
     whole = ((name, full(p.detach())) for name, p in model.named_parameters())
     weights = {name: x.cpu().contiguous() for name, x in whole if RANK == 0}  # on one host
@@ -1173,21 +1203,23 @@ def save_hf_checkpoint(model: Transformer, config: ModelConfig, tokenizer: HFTok
         shutil.copy(tokenizer.folder / "generation_config.json", path)
     safetensors.torch.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     dtype = str(weights["model.norm.weight"].dtype).removeprefix("torch.")
-    (path / "config.json").write_text(json.dumps(config.raw | {"torch_dtype": dtype, "dtype": dtype}, indent=2))
+    raw = config.raw | {"torch_dtype": dtype, "dtype": dtype}
+    (path / "config.json").write_text(json.dumps(raw, indent=2))
 
 
 # === 7. Text environments ===
-# gymnasium.Env with text as observation and action: reset(seed=...) -> (prompt, info), step(response) -> (text, reward,
-# terminated, truncated, info). A seed always gives the same prompt. info["demonstration"] of reset serves the warm
-# start, info["success"] of the last step accuracy. info["rewards"] of step: dense or process rewards besides `reward`,
-# a list of (end, reward) for response[:end].
+# gymnasium.Env with text as observation and action: reset(seed=...) -> (prompt, info),
+# step(response) -> (text, reward, terminated, truncated, info). A seed always gives the same prompt.
+# info["demonstration"] of reset serves the warm start, info["success"] of the last step accuracy.
+# info["rewards"] of step: dense rewards besides `reward`, a list of (end, reward) for response[:end].
 # FORK: write yours like these two and pass --env-id my_module:MyEnv-v0.
 
 
 class SortDigits(gym.Env):
-    """Prompt "52814=", right answer "12458", reward the share of digits in their place, 0 if the length is wrong.
+    """Prompt "52814=", answer "12458", reward the share of digits in place, 0 if the length is wrong.
 
-    Demonstrations are in random order: only the reward teaches to sort. A tenth of the prompts, by CRC, are held out.
+    Demonstrations are in random order: only the reward teaches to sort. A tenth of the prompts, by
+    CRC, are held out.
     """
 
     def __init__(self, split: Literal["train", "test"] = "train", digits: int = 5):
@@ -1203,8 +1235,9 @@ class SortDigits(gym.Env):
         return f"{text}=", {"demonstration": "".join(rng.sample(text, len(text)))}
 
     def step(self, response):
-        right = sum(a == b for a, b in zip(response, self.answer)) if len(response) == self.digits else 0
-        return "", right / self.digits, True, False, {"success": response == self.answer}
+        right = sum(a == b for a, b in zip(response, self.answer))
+        reward = right / self.digits if len(response) == self.digits else 0.0
+        return "", reward, True, False, {"success": response == self.answer}
 
 
 def parse_number(text: str) -> float | None:
@@ -1215,10 +1248,11 @@ def parse_number(text: str) -> float | None:
 
 @functools.cache
 def load_gsm8k(path: str) -> list[tuple[str, str, float]]:
-    """(question, answer, number) of each line of GSM8K's JSONL (https://github.com/openai/grade-school-math)."""
+    """(question, answer, number) of each line of https://github.com/openai/grade-school-math."""
     rows = []
     for i, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
-        with rephrase(f"{path}, line {i}: must be UTF-8 JSON with a question, and an answer ending in '#### number'"):
+        valid = "UTF-8 JSON with a question, and an answer ending in '#### number'"
+        with rephrase(f"{path}, line {i}: must be {valid}"):
             row = json.loads(line)
             rows.append((row["question"], row["answer"], float(parse_number(row["answer"]))))
     if not rows:
@@ -1227,14 +1261,15 @@ def load_gsm8k(path: str) -> list[tuple[str, str, float]]:
 
 
 class GSM8K(gym.Env):
-    """Grade-school word problems (https://arxiv.org/abs/2110.14168), reward 1 for the right number behind `####`."""
+    """Word problems (https://arxiv.org/abs/2110.14168), reward 1 for the right number after `####`."""
 
     def __init__(self, path: str):
         self.rows = load_gsm8k(str(path))
 
     def reset(self, *, seed=None, options=None):
         question, answer, self.number = self.rows[(seed or 0) % len(self.rows)]
-        return f"{question}\n\nThink step by step. End with a line of the form: #### number", {"demonstration": answer}
+        prompt = f"{question}\n\nThink step by step. End with a line of the form: #### number"
+        return prompt, {"demonstration": answer}
 
     def step(self, response):
         success = parse_number(response) == self.number
@@ -1246,21 +1281,11 @@ gym.register("GSM8K-v0", entry_point=GSM8K)
 
 
 @functools.cache
-def env_calls(threads: int) -> queue.SimpleQueue:
-    """The queue of calls, (function, queue for the answer), that `threads` daemon threads serve."""
-    calls = queue.SimpleQueue()
-
-    def work():
-        while True:
-            function, answers = calls.get()
-            try:
-                answers.put((function(), None))
-            except Exception as error:
-                answers.put((None, error))
-
-    for _ in range(threads):
-        threading.Thread(target=work, daemon=True).start()
-    return calls
+def env_threads(count: int) -> ThreadPool:
+    """Daemon threads: an environment that hangs does not keep the process from ending."""
+    threads = ThreadPool(count)
+    atexit.register(threads.terminate)
+    return threads
 
 
 class EnvCall:
@@ -1268,25 +1293,25 @@ class EnvCall:
 
     def __init__(self, env: gym.Env, method: str, where: str, args: Args, *arguments, **keywords):
         self.env, self.method, self.where, self.timeout = env, method, where, args.env_timeout
-        self.answers = queue.SimpleQueue()  # one will come
-        calls = env_calls(max(512, 2 * args.rollout_slots))  # more threads than calls at a time
-        calls.put((functools.partial(getattr(env, method), *arguments, **keywords), self.answers))
+        threads = env_threads(max(512, 2 * args.rollout_slots))  # more threads than calls at a time
         self.deadline = time.monotonic() + args.env_timeout
+        self.answer = threads.apply_async(getattr(env, method), arguments, keywords)
 
     def result(self) -> tuple:
-        """Wait for (prompt, info) or (text, reward, terminated, truncated, info). Raises UserError."""
+        """Wait for (prompt, info) or (text, reward, terminated, truncated, info), or UserError."""
         try:
-            value, error = self.answers.get(timeout=max(0.0, self.deadline - time.monotonic()))
-        except queue.Empty:
+            value = self.answer.get(timeout=max(0.0, self.deadline - time.monotonic()))
+        except multiprocessing.TimeoutError:
             raise self.error(f"gave no answer within --env-timeout {self.timeout:g} s") from None
-        if error:
+        except Exception as error:
             raise self.error(f"raised {type(error).__name__}: {error}") from error
         try:
             text, *numbers, info = value
-            assert isinstance(text, str) and isinstance(info, dict) and all(map(math.isfinite, numbers))
-            assert len(numbers) == (0 if self.method == "reset" else 3)
+            assert isinstance(text, str) and isinstance(info, dict)
+            assert all(map(math.isfinite, numbers)) and len(numbers) == 3 * (self.method == "step")
         except (AssertionError, TypeError, ValueError):
-            form = "(text, info)" if self.method == "reset" else "(text, finite reward, terminated, truncated, info)"
+            form = "text, finite reward, terminated, truncated, info"
+            form = "(text, info)" if self.method == "reset" else f"({form})"
             raise self.error(f"returned {value!r:.200}, expected {form}") from None
         return value
 
@@ -1300,8 +1325,9 @@ def reset(env: gym.Env, seed: int, args: Args) -> tuple[str, dict]:
 
 
 def make_envs(args: Args, samples: int, players: Ranks, evaluation: bool = False) -> list[gym.Env]:
-    """This rank's environments for a rollout of `samples` by `players`; one on other ranks. Raises UserError."""
-    with rephrase(f"--env-id {args.env_id} with {args.env_kwargs}, --eval-env-kwargs {args.eval_env_kwargs}"):
+    """This rank's environments for a rollout of `samples` by `players`; one on other ranks."""
+    flags = f"--env-id {args.env_id}, --env-kwargs {args.env_kwargs}"
+    with rephrase(f"{flags}, --eval-env-kwargs {args.eval_env_kwargs}"):
         kwargs = dict(**json.loads(args.env_kwargs))
         if evaluation:
             kwargs |= {"split": "test"} if args.env_id == "SortDigits-v0" else {}
@@ -1314,42 +1340,52 @@ def make_envs(args: Args, samples: int, players: Ranks, evaluation: bool = False
 
 
 def read_step(parts: list[dict], grad_norm: Tensor, n_tokens: int, ranks: Ranks) -> dict[str, float]:
-    """Sums of `parts` {name: tensor} over microbatches and ranks, of dev_max the maximum."""
+    """Statistics of an optimizer step, from `parts` {name: scalar tensor} of its microbatches.
+
+    They are sums / n_tokens and add up, over ranks, too; of names ending in _max the maximum is taken.
+    """
+    if any(not isinstance(x, Tensor) or x.ndim > 0 for part in parts for x in part.values()):
+        raise UserError("statistics must be scalar tensors: sums / n_tokens, or maxima named *_max")
     table = torch.stack([torch.stack([x.detach().double() for x in part.values()]) for part in parts])
-    sums, peaks = ranks.sum(table.sum(0)), ranks.sum(table.amax(0), dist.ReduceOp.MAX)  # [names]
-    numbers = torch.stack([sums, peaks, full(grad_norm).expand_as(sums)]).tolist()  # the host waits, once a step
-    step = dict(zip(parts[0], numbers[0]))
-    if "dev_max" in step:
-        step["dev_max"] = dict(zip(parts[0], numbers[1]))["dev_max"]
-    norm = numbers[2][0]
+    sums = ranks.all_reduce(table.sum(0))  # [names]
+    maxima = ranks.all_reduce(table.amax(0), dist.ReduceOp.MAX)
+    numbers = torch.cat((sums, maxima, full(grad_norm)[None])).tolist()  # the host waits
+    step, maxima, norm = dict(zip(parts[0], numbers)), numbers[len(sums) :], numbers[-1]
+    step |= {name: x for name, x in zip(step, maxima) if name.endswith("_max")}
     return step | {"tokens": n_tokens, "grad_norm": norm, "skipped": not math.isfinite(norm)}
 
 
 def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock) -> dict:
-    """A line of metrics.jsonl. Means over steps are weighted by tokens; skipped steps do not count."""
+    """A line of metrics.jsonl. Means over steps are weighted by tokens, without skipped steps."""
     N, mask, seconds = len(experience), experience.mask, clock[-1] - clock[0]
     returns, values = experience.returns[mask], experience.values[mask]
     row = batch.stats | {
         "iteration": state.iteration - 1, "charts/episodes": state.iteration * N,
-        "charts/actor_steps": state.actor_steps, "objective/reward": float(experience.scores.mean()),
-        "objective/accuracy": sum(batch.success) / N, "objective/response_tokens": signals["tokens"] / N,
+        "charts/actor_steps": state.actor_steps,
+        "objective/reward": float(experience.scores.mean()),
+        "objective/accuracy": sum(batch.success) / N,
+        "objective/response_tokens": signals["tokens"] / N,
         "objective/entropy": -float(masked_mean(experience.old_logprobs, mask)),
         "objective/truncated": float(experience.truncated.float().mean()),
         "objective/kl": float(experience.kl.mean()) if args.kl_coef else None,
-        "losses/explained_variance": float(1 - (returns - values).var() / returns.var()), "time/iteration": seconds,
+        "losses/explained_variance": float(1 - (returns - values).var() / returns.var()),
+        "time/iteration": seconds,
         "perf/response_tokens_per_second": signals["tokens"] / seconds,
-        "perf/peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
     }
+    if torch.cuda.is_initialized():
+        row["perf/peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     row |= {f"ratio/{name}": value for name, value in signals.items()}
-    sampler_diff = row.pop("ratio/sampler_diff")  # 0 if the sampler's log-probs are the old ones
-    row["debug/sampler_trainer_logprob_diff"] = sampler_diff if args.recompute_old_logprobs else None
+    sampler_diff = row.pop("ratio/sampler_diff")
+    if args.recompute_old_logprobs:
+        row["debug/sampler_trainer_logprob_diff"] = sampler_diff
     if args.rollout_is_cap:
         weights = (experience.old_logprobs - experience.logprobs).exp()  # 1 outside the mask
         row["rollout/is_weight_mean"] = float(masked_mean(weights, mask))
         row["rollout/is_weight_max"] = float(weights.max())
         row["rollout/is_capped"] = float(masked_mean((weights > args.rollout_is_cap).float(), mask))
     row["ratio/steps"] = actor_steps  # statistics of each, instead of their number
-    for phase, start, end in zip(("rollout", "score", "critic", "actor", "hand_over", "diagnose"), clock, clock[1:]):
+    phases = ("rollout", "score", "critic", "actor", "hand_over", "diagnose")
+    for phase, start, end in zip(phases, clock, clock[1:]):
         row[f"time/{phase}"] = end - start
     for model, steps in (("actor", actor_steps), ("critic", critic_steps)):
         made = [step for step in steps if not step["skipped"]]
@@ -1380,51 +1416,57 @@ Diagnosis = namedtuple("Diagnosis", "cause evidence advice")
 
 
 def diagnose_ratio(signals: dict) -> Diagnosis:
-    """Why is the importance ratio stuck at 1, or clipping saturated? `cause` is None for a healthy iteration.
+    """Why is the importance ratio stuck at 1, or clipping saturated? `cause` None: it is healthy.
 
-    `signals` (see `ratio_signals`): first_dev, last_dev and post_dev are max |ratio - 1| on the first minibatch, on the
-    last, and of the updated actor. In bfloat16 these are mostly rounding; there signed_t says whether the policy moved.
+    `signals` (see `ratio_signals`): first_dev, last_dev, post_dev are max |ratio - 1| on the first
+    minibatch, the last, and of the updated actor. In bfloat16 these are mostly rounding; there
+    signed_t says whether the policy moved.
     """
-    s = types.SimpleNamespace(**signals)
-    bf16 = "bfloat16" in f"{s.param_dtype} {signals.get('compute_dtype')}"
+    s = types.SimpleNamespace(**{"sampler_age": 0, "old_age": 0, "compute_dtype": ""} | signals)
+    rounded = {k: f"{x:.2g}" if isinstance(x, float) else x for k, x in signals.items()}
+    evidence = ", ".join(f"{k} {x}" for k, x in rounded.items())
     noise = 2 * max(s.first_dev, 1e-6)
-    sampler_age, old_age = signals.get("sampler_age"), signals.get("old_age")  # rollout ranks: intended differences
-    moved = s.signed_t > 3 if bf16 else s.post_dev > 5 * noise
+    moved = s.post_dev > 5 * noise
     stuck = s.last_dev <= noise and s.first_dev <= 1e-2
+    bf16 = "bfloat16" in s.param_dtype + s.compute_dtype
     if bf16:
+        moved = s.signed_t > 3
         stuck = not moved or s.steps <= 1 or s.last_dev <= 2e-6
-    update = s.update_norm / max(s.param_norm, 1e-30)
-    evidence = ", ".join(f"{k} {x:.2g}" if isinstance(x, float) else f"{k} {x}" for k, x in signals.items())
-    if bf16 and not moved:
-        evidence += " (undecided: bfloat16 noise)"
-    underflow = ("bf16_underflow", "bfloat16" in s.param_dtype and s.changed_frac < 0.5, "keep float32 weights")
-    causes = [  # of a ratio that is stuck: (cause, whether it holds, advice); the first match wins
-        ("critic_warmup", s.phase == "critic_warmup", "see --critic-warmup-iterations"),
-        ("kl_early_stop", s.early_stop and s.steps < s.planned, "raise --target-kl or lower --actor-lr"),
-        ("one_update_by_design", s.planned == s.steps == 1 and moved, "correct; more epochs make it move"),
-        ("steps_skipped", s.tokens > 0 and (s.skipped > 0 or s.steps == 0), "look at rewards, lower --actor-lr"),
-        ("empty_mask", s.tokens == 0, "look at --max-new-tokens, eos, mask"),
-        ("advantage_zero", s.adv_raw_std < 1e-6, "constant reward, a critic that fits it, or rewards outside the mask"),
-        ("no_grad_to_actor", s.grad_norm == 0, "detached log-probs or frozen parameters"),
-        ("optimizer_noop", s.changed_frac == 0 and s.lr > 1e-10, "the optimizer holds other parameters than the model"),
-        ("old_logprob_recomputed", s.steps > 1 and moved, "record old_logprobs once, before the first update"),
-        underflow,
-        ("lr_or_clip_too_small", update < 1e-6, "raise --actor-lr or --max-grad-norm"),
-        ("forward_ignores_update", s.changed_frac > 0 and s.post_dev <= (2e-6 if bf16 else noise), "a stale copy runs"),
-    ] if stuck else []  # fmt: skip
-    causes += [
-        underflow,  # the few weights that do change may move the ratio
-        ("steps_skipped", s.skipped > 0 and s.steps == 0, "NaN in log-probs, rewards or weights"),
-        ("forward_mismatch", not (old_age or s.first_dev <= (1.0 if bf16 else 1e-4)), "the first ratio must be 1: "
-         "dropout? a shifted mask or positions? temperature? the sampler's log-probs?"),
-        ("sampler_mismatch", not sampler_age and s.sampler_diff > (0.05 if bf16 else 1e-3), "stale weights, or other "
-         "arithmetic: then see --rollout-is-cap"),
-        ("too_tight_clip", s.out_of_clip > 0.9, "widen it or lower --actor-lr"),
-    ]
-    for cause, holds, advice in causes:
-        if holds:
-            return Diagnosis(cause, evidence, advice)
-    return Diagnosis(None, evidence, "")
+        evidence += "" if moved else " (undecided: bfloat16 noise)"
+    because = functools.partial(Diagnosis, evidence=evidence)
+
+    if s.phase == "critic_warmup":
+        return because("critic_warmup", advice="see --critic-warmup-iterations")
+    if stuck and s.early_stop and s.steps < s.planned:
+        return because("kl_early_stop", advice="raise --target-kl or lower --actor-lr")
+    if s.tokens == 0:
+        return because("empty_mask", advice="look at --max-new-tokens, eos, mask")
+    if s.steps == 0 or (stuck and s.skipped > 0):
+        return because("steps_skipped", advice="NaN in log-probs? large rewards? lower --actor-lr")
+    if stuck and s.planned == s.steps == 1 and moved:
+        return because("one_update_by_design", advice="correct; more epochs make it move")
+    if stuck and s.adv_raw_std < 1e-6:
+        return because("advantage_zero", advice="constant reward, or rewards outside the mask")
+    if stuck and s.grad_norm == 0:
+        return because("no_grad_to_actor", advice="detached log-probs or frozen parameters")
+    if stuck and s.changed_frac == 0 and s.lr > 1e-10:
+        return because("optimizer_noop", advice="the optimizer holds other parameters")
+    if stuck and s.steps > 1 and moved:
+        return because("old_logprob_recomputed", advice="record them once, before the first update")
+    if "bfloat16" in s.param_dtype and s.changed_frac < 0.5:  # few weights change
+        return because("bf16_underflow", advice="keep float32 weights")
+    if stuck and s.update_norm < 1e-6 * s.param_norm:
+        return because("lr_or_clip_too_small", advice="raise --actor-lr or --max-grad-norm")
+    if stuck and s.changed_frac > 0 and s.post_dev <= (2e-6 if bf16 else noise):
+        return because("forward_ignores_update", advice="a stale copy runs")
+    if not s.old_age and (math.isnan(s.first_dev) or s.first_dev > (1.0 if bf16 else 1e-4)):
+        return because("forward_mismatch", advice="the first ratio must be 1: dropout? shifted mask or "
+                       "positions? temperature? the sampler's log-probs?")  # fmt: skip
+    if not s.sampler_age and s.sampler_diff > (0.05 if bf16 else 1e-3):  # rollout ranks: on purpose
+        return because("sampler_mismatch", advice="stale weights? other numerics: --rollout-is-cap")
+    if s.out_of_clip > 0.9:
+        return because("too_tight_clip", advice="widen it or lower --actor-lr")
+    return because(None, advice="")
 
 
 def probe_weights(actor: Transformer | None) -> Tensor:
@@ -1434,18 +1476,20 @@ def probe_weights(actor: Transformer | None) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
-def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, roles, args) -> dict:
-    """What `diagnose_ratio` needs: what the updates did to weights and, by one more forward, to some log-probs."""
+def ratio_signals(actor, weights_before, experience, actor_steps, roles, args) -> dict:
+    """For `diagnose_ratio`: what the updates did to weights and (one forward) to some log-probs."""
     some = slice(max(1, len(experience) // 8))  # an eighth of the samples, to save time
-    newlogprobs = forward_all(actor, logprobs_of, experience, roles.actors, roles.trainers, args, some)[some]
+    logprobs_of = lambda model, mb: sampled_logprobs(model, mb, args.temperature)[0]
+    newlogprobs = forward_all(
+        actor, logprobs_of, experience, roles.actors, roles.trainers, args, some)[some]
     mask = experience.mask[some]
     logratio = (newlogprobs - experience.old_logprobs[some])[mask]  # [n]
-    drift = logratio * experience.advantages[some][mask].sign()  # [n], above 0 where the update did what it should
+    drift = logratio * experience.advantages[some][mask].sign()  # [n], > 0: moved as it should
     weights = probe_weights(actor)
     change = (weights - weights_before).double()
-    sums = [(change != 0).double(), torch.ones_like(change), change.square(), weights.double().square()]
+    sums = (change != 0).double(), torch.ones_like(change), change**2, weights.double() ** 2
     sums = torch.stack(sums).sum(1).to(mask.device)
-    changed, probed, update, weight = roles.trainers.sum(sums).tolist()
+    changed, probed, update, weight = roles.trainers.all_reduce(sums).tolist()
     made = [step for step in actor_steps if not step["skipped"]]
     steps = actor_steps or [dict.fromkeys(("dev_max", "lr", "out_of_clip"), 0.0)]
     gap = (experience.logprobs - experience.old_logprobs).abs()
@@ -1454,10 +1498,12 @@ def ratio_signals(actor, weights_before, experience, actor_steps, logprobs_of, r
         "first_dev": steps[0]["dev_max"], "last_dev": steps[-1]["dev_max"],
         "post_dev": float(logratio.expm1().abs().max()) if n else 0.0,
         "signed_t": float(drift.mean() / (drift.std() + 1e-12)) * n**0.5 if n > 1 else 0.0,
-        "out_of_clip": steps[-1]["out_of_clip"], "lr": steps[-1]["lr"], "tokens": int(experience.cpu_mask.sum()),
-        "steps": len(made), "skipped": len(actor_steps) - len(made), "grad_norm": token_mean(made, "grad_norm") or 0.0,
-        "changed_frac": changed / max(1, probed), "update_norm": update**0.5, "param_norm": weight**0.5,
-        "param_dtype": str(weights.dtype), "sampler_diff": float(masked_mean(gap, experience.mask)),
+        "out_of_clip": steps[-1]["out_of_clip"], "lr": steps[-1]["lr"],
+        "tokens": int(experience.cpu_mask.sum()), "steps": len(made),
+        "skipped": len(actor_steps) - len(made), "grad_norm": token_mean(made, "grad_norm") or 0.0,
+        "changed_frac": changed / max(1, probed), "update_norm": update**0.5,
+        "param_norm": weight**0.5, "param_dtype": str(weights.dtype),
+        "sampler_diff": float(masked_mean(gap, experience.mask)),
     }
 
 
@@ -1468,13 +1514,13 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 SFT_BATCH_SIZE = 256  # demonstrations per step
 # Of what takes over a second, on rank 0, on a terminal (disable=None).
 progress = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 or None)
-DEFAULTS = {  # without --model, with --model
-    "max_prompt_tokens": (16, 512), "max_new_tokens": (8, 256), "sft_steps": (60, 0), "sft_lr": (1.3e-3, 1e-5),
-    "actor_lr": (5e-4, 1e-5), "critic_lr": (1e-3, 1e-5), "adam_beta1": (0.5, 0.9), "kl_coef": (0.02, 0.01),
-}
 AT_MOST_1 = "gamma gae_lambda lr_end ref_sync_alpha clip_low".split()
-MAY_BE_0 = """seed sft_steps sft_lr actor_lr critic_lr adam_beta1 lr_end gamma gae_lambda kl_coef rollout_is_cap
-save_every""".split()
+ABOVE_0 = """env_timeout num_iterations rollout_batch_size n_samples_per_prompt rollout_slots
+max_prompt_tokens max_new_tokens temperature ppo_epochs critic_epochs train_batch_size clip_low
+micro_batch_tokens max_grad_norm clip_high value_clip target_kl eval_episodes keep_checkpoints""".split()
+AT_LEAST_0 = """seed critic_ranks rollout_ranks sft_steps sft_lr actor_lr critic_lr adam_beta1 lr_end
+critic_warmup_iterations gamma gae_lambda entropy_coef kl_coef rollout_is_cap ref_sync_every
+ref_sync_alpha missing_eos_penalty save_every""".split()
 
 
 class UserError(ValueError):
@@ -1509,41 +1555,43 @@ def validate(args: Args, world_size: int = 1) -> Plan:
     if args.rollout_ranks and args.recompute_old_logprobs and args.rollout_is_cap is None:
         args.rollout_is_cap = 2.0
     args.kl_estimator = args.kl_estimator or {"reward": "k1", "loss": "k3"}[args.kl_in]
-    for name, value in vars(args).items():
-        may_be_0 = name in MAY_BE_0 or getattr(Args, name) == 0  # or 0 is the default
+    for name in ABOVE_0 + AT_LEAST_0:
+        value, low = getattr(args, name), "above" if name in ABOVE_0 else "at least"
         high = 1 if name in AT_MOST_1 else 2**31 - 1
-        if type(value) in (int, float) and not (0 < value <= high or (value == 0 and may_be_0)):
-            low = "at least" if may_be_0 else "above"
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be {low} 0 and at most {high}")
+        if value is not None and not (0 < value <= high or (value == 0 and low == "at least")):
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} {value}: must be {low} 0 and at most {high}")
     for wrong, text in [
-        (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl-estimator k1: use k2 or k3 with --kl-in loss, the "
-         "gradient of k1 is 0 on average"),
-        (args.dual_clip and args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: must be above 1"),
-        (args.rollout_is_cap and not args.recompute_old_logprobs, "--rollout-is-cap: needs --recompute-old-logprobs"),
+        (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl-estimator k1: with --kl-in loss use "
+         "k2 or k3, the gradient of k1 is 0 on average"),
+        (args.dual_clip is not None and args.dual_clip <= 1, f"--dual-clip {args.dual_clip}: must be above 1"),
+        (args.rollout_is_cap and not args.recompute_old_logprobs,
+         "--rollout-is-cap: needs --recompute-old-logprobs"),
         (args.ref_sync_every and not args.kl_coef, "--ref-sync-every: needs --kl-coef above 0"),
-        (args.critic_ranks + args.rollout_ranks >= world_size, f"--critic-ranks {args.critic_ranks}, --rollout-ranks "
-         f"{args.rollout_ranks}: must leave at least one of {world_size} ranks"),
+        (args.critic_ranks + args.rollout_ranks >= world_size, f"--critic-ranks {args.critic_ranks}, "
+         f"--rollout-ranks {args.rollout_ranks}: must leave at least one of {world_size} ranks"),
         (args.resume == "auto" and not args.run_name, "--resume auto: needs --run-name"),
     ]:
         if wrong:
             raise UserError(text)
     if args.train_batch_size < world_size:
-        print0(f"--train-batch-size {args.train_batch_size}: some of {world_size} ranks will be idle")
+        print0(f"--train-batch-size {args.train_batch_size} leaves some of {world_size} ranks idle")
     return plan_steps(args, world_size)
 
 
 class Ranks:
-    """The ranks that hold a model, or all of them, the world. Collectives are no-ops on one process."""
+    """Ranks that hold a model, or all of them, the world. Collectives are no-ops on one process."""
 
     def __init__(self, ranks: range, device: torch.device):
         self.index = ranks.index(RANK) if RANK in ranks else None  # None: not a member
         self.device, self.size, self.group, self.mesh = device, len(ranks), None, None
         if dist.is_initialized():  # all ranks make groups and meshes together, members or not
-            self.group = dist.new_group(list(ranks), timeout=datetime.timedelta(hours=2))  # rollouts may take long
+            two_hours = datetime.timedelta(hours=2)  # rollouts may take long
+            self.group = dist.new_group(list(ranks), timeout=two_hours)
             self.mesh = dist.DeviceMesh(device.type, list(ranks))
 
-    def sum(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
-        """Sum x over ranks, or reduce it by another `op`, in place."""
+    def all_reduce(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
+        """In place."""
         if self.size > 1:
             dist.all_reduce(x, op, group=self.group)
         return x
@@ -1560,11 +1608,11 @@ Roles = namedtuple("Roles", "world trainers actors critics players")  # of ranks
 
 
 def connect(args: Args) -> tuple[Roles, torch.dtype]:
-    """Join the other processes. Returns the ranks by their roles and the dtype of forward passes."""
+    """Join the other processes. Returns the ranks by role, and the dtype of forward passes."""
     use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = torch.device("cpu")
     if use_cuda:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # many shapes fragment memory
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # for many shapes
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         with rephrase(f"--device {args.device}: there is no {device}"):
             torch.cuda.set_device(device)
@@ -1579,9 +1627,10 @@ def connect(args: Args) -> tuple[Roles, torch.dtype]:
     store = dist.HashStore()
     if "RANK" in os.environ:
         store = next(dist.rendezvous("env://"))[0]
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, with addresses of the last attempt
+        # torchrun's store has addresses of the last attempt.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    if ("RANK" in os.environ or bf16) and not dist.is_initialized():  # FSDP2 does mixed precision on one process, too
+    if ("RANK" in os.environ or bf16) and not dist.is_initialized():  # FSDP2 does mixed precision
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     world = trainers = players = Ranks(range(WORLD_SIZE), device)
@@ -1596,10 +1645,10 @@ def connect(args: Args) -> tuple[Roles, torch.dtype]:
 
 
 def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: int) -> list[Tensor]:
-    """This rank's microbatches of `samples` [n], equally many on every rank (some may be empty). All on the CPU.
+    """This rank's microbatches of `samples` [n], on the CPU; as many on every rank, some empty.
 
-    Longest first, so that attention pads little. A microbatch has up to `token_budget` tokens, padded twice that, or is
-    one longer sample.
+    Longest first, so that attention pads little. A microbatch has up to `token_budget` tokens,
+    padded twice that, or is one longer sample.
     """
     lengths = lengths.tolist()
     order = sorted(samples.tolist(), key=lengths.__getitem__, reverse=True)
@@ -1640,10 +1689,10 @@ def shard(model: Transformer, ranks: Ranks, args: Args, dtype: torch.dtype) -> T
     embedding = [] if tied else [model.model.embed_tokens]  # large
     for unit in (*model.model.layers, *value_head, *embedding, model) if ranks.mesh else ():
         precision = torch.float32 if unit in value_head else dtype
-        policy = MixedPrecisionPolicy(precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        # The root, too, must reshard: else its weights are no DTensors between forward and backward.
+        policy = MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
+        # The root, too, must reshard: its weights must be DTensors between forward and backward.
         fully_shard(unit, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=policy)
-        # Gradients add up: losses are divided by the tokens of all ranks. gloo needs the second call.
+        # Gradients add up: losses are divided by all ranks' tokens. gloo needs the second call.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     return model
@@ -1672,7 +1721,8 @@ def copy_weights(source, target, sources: Ranks, ranks: Ranks, skip=()) -> None:
 
     All `ranks` call it, with None for a model they do not hold. Raises ValueError if names differ.
     """
-    weights, targets = (dict(model.named_parameters()) if model else {} for model in (source, target))
+    weights = dict(source.named_parameters()) if source else {}
+    targets = dict(target.named_parameters()) if target else {}
     only_one = (weights.keys() ^ targets.keys()) - set(skip)
     if source and target and only_one:
         raise ValueError(f"cannot copy weights that only one model has: {sorted(only_one)}")
@@ -1693,18 +1743,21 @@ def copy_weights(source, target, sources: Ranks, ranks: Ranks, skip=()) -> None:
 def embedded_model(args: Args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     """The default actor: a tiny random Llama over the characters of the environment."""
     resets = [reset(env, seed, args) for seed in range(256)]
-    tokenizer = HFTokenizer.from_texts([f"{prompt}{info.get('demonstration', '')}" for prompt, info in resets])
+    texts = [f"{prompt}{info.get('demonstration', '')}" for prompt, info in resets]
+    tokenizer = HFTokenizer.from_texts(texts)
     config = ModelConfig.from_hf({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": tokenizer.vocab_size,
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": tokenizer.vocab_size,
         "max_position_embeddings": args.max_prompt_tokens + args.max_new_tokens,
         "bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id,
     })
     torch.manual_seed(args.seed)
     actor = Transformer(config)
     for name, p in actor.named_parameters():  # as GPT-2: residual branches end in smaller weights
+        ends_branch = name.endswith(("o_proj.weight", "down_proj.weight"))
         if p.ndim == 2:
-            nn.init.normal_(p, std=0.01 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
+            nn.init.normal_(p, std=0.01 if ends_branch else 0.02)
     return tokenizer, actor
 
 
@@ -1720,8 +1773,8 @@ def build_models(args: Args, env: gym.Env, roles: Roles, dtype: torch.dtype):
         config = embedded.config
     longest = args.max_prompt_tokens + args.max_new_tokens
     if tokenizer.vocab_size > config.vocab_size or longest > config.max_position_embeddings:
-        raise UserError(f"{args.model}: {config.vocab_size} ids, {config.max_position_embeddings} positions: must be "
-                        f"{tokenizer.vocab_size}, {longest} (--max-prompt-tokens + --max-new-tokens) or more")
+        raise UserError(f"{args.model}: {config.vocab_size} ids, {config.max_position_embeddings} positions: "
+                        f"needs {tokenizer.vocab_size}, {longest} (--max-prompt-tokens + --max-new-tokens)")
     Episode(env, "seed 0").begin(reset(env, 0, args)[0], tokenizer, args)  # is the prompt too long?
     _, trainers, actors, critics, _ = roles
 
@@ -1751,10 +1804,11 @@ def make_optimizer(model: Transformer | None, args: Args) -> torch.optim.AdamW |
     """AdamW for the parameters that train. It allocates its moments at the first step."""
     if model:
         trained = [p for p in model.parameters() if p.requires_grad]
-        return torch.optim.AdamW(trained, betas=(args.adam_beta1, 0.999), weight_decay=0.0, fused=True)
+        betas = (args.adam_beta1, 0.999)
+        return torch.optim.AdamW(trained, betas=betas, weight_decay=0.0, fused=True)
 
 
-def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: Args, actors: Ranks) -> None:
+def warm_start(actor: Transformer, tokenizer, env: gym.Env, args: Args, actors: Ranks) -> None:
     """Supervised steps on the environment's demonstrations."""
     if args.sft_steps == 0 or "demonstration" not in reset(env, 0, args)[1]:
         return print0("warm start: none")
@@ -1763,20 +1817,36 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args: A
         episodes = []
         for seed in range(i * SFT_BATCH_SIZE, (i + 1) * SFT_BATCH_SIZE):
             prompt, info = reset(env, seed, args)
-            answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id][: args.max_new_tokens]
+            answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id]
             episode = Episode(env, f"seed {seed}")
             episode.begin(prompt, tokenizer, args)
-            episode.extend(answer, [0.0] * len(answer))
+            episode.extend(answer[: args.max_new_tokens], [0.0] * min(len(answer), args.max_new_tokens))
             episodes.append(episode)
         batch = Experience.from_rollout(collect(episodes, tokenizer, {}), actors.device)
-        n_tokens, parts = int(batch.cpu_mask.sum()), []
-        for rows in microbatches(torch.arange(len(batch)), batch.lengths, actors, args.micro_batch_tokens):
+        n_tokens, parts, samples = int(batch.cpu_mask.sum()), [], torch.arange(len(batch))
+        for rows in microbatches(samples, batch.lengths, actors, args.micro_batch_tokens):
             loss = -sampled_logprobs(actor, batch.microbatch(rows), 1.0)[0].sum() / n_tokens
             loss.backward()
             parts.append({"loss": loss})
-        step = read_step(parts, nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm), n_tokens, actors)
-        optimizer_step(optimizer, step | {"lr": linear_schedule(args.sft_lr, 0.0, i, args.sft_steps)})
+        grad_norm = nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm)
+        step = read_step(parts, grad_norm, n_tokens, actors)
+        step["lr"] = linear_schedule(args.sft_lr, 0.0, i, args.sft_steps)
+        optimizer_step(optimizer, step)
     print0(f"warm start: {args.sft_steps} steps, loss {step['loss']:.3f} a token")
+
+
+def select(batch: Rollout, samples: list[int], plan: Plan) -> Rollout:
+    """The `samples` with these indices, which must be as many as planned. Raises UserError."""
+    if len(samples) != plan.samples_per_iteration:
+        planned = plan.samples_per_iteration
+        raise UserError(f"{len(samples)} samples selected: must be {planned}, see plan_steps")
+    fields = dict(vars(batch))
+    for name, x in fields.items():
+        if isinstance(x, Tensor):
+            fields[name] = x[samples]
+        elif isinstance(x, list):
+            fields[name] = [x[i] for i in samples]
+    return Rollout(**fields)
 
 
 def concatenate(parts: list):
@@ -1794,20 +1864,67 @@ def concatenate(parts: list):
     return type(parts[0])(*(join(*(getattr(part, name) for part in parts)) for name in names))
 
 
-def rollout_on_ranks(world, sampler, tokenizer, envs, seeds, args, iteration, greedy=False, players=None) -> Rollout:
-    """`rollout` of `seeds` [N]: each rank of `players` (default: all) plays some of the samples, all get them."""
-    players = players or world
-    part = None
-    if players.index is not None:
-        first, last = (len(seeds) * i // players.size for i in (players.index, players.index + 1))
-        if first < last:  # there may be fewer samples than ranks
-            part = rollout(sampler, tokenizer, envs, seeds[first:last], range(first, last), args, iteration, greedy)
-    return concatenate([each for each in world.gather(part) if each])
+class Collector:
+    """Rollouts for the training loop, and new weights for the sampler.
+
+    With --rollout-ranks these sample for iteration i + 1 while the trainers update on iteration i.
+    The policy that sampled is then one iteration old; importance weights pi_old / pi_sampler
+    correct for it, as in decoupled PPO (https://arxiv.org/abs/2110.00641).
+    """
+
+    def __init__(self, envs, models, tokenizer, roles: Roles, state, args: Args, signals: list):
+        (self.actor, _, _, self.sampler), self.envs, self.tokenizer = models, envs, tokenizer
+        self.roles, self.state, self.args, self.signals = roles, state, args, signals
+        self.N = args.rollout_batch_size * args.n_samples_per_prompt
+        if state.ahead and (not args.rollout_ranks or len(state.ahead.prompts) != self.N):
+            state.ahead = None  # saved under other flags: discard and sample again
+
+    def play(self, envs, seeds, args, iteration, greedy=False, players=None) -> Rollout:
+        """`rollout` of `seeds` [N]: each of `players` (default all) plays some; all get all."""
+        world, part = self.roles.world, None
+        players = players or world
+        if players.index is not None:
+            first = len(seeds) * players.index // players.size
+            last = len(seeds) * (players.index + 1) // players.size
+            if first < last:  # there may be fewer samples than ranks
+                part = rollout(self.sampler, self.tokenizer, envs, seeds[first:last],
+                               range(first, last), args, iteration, greedy)  # fmt: skip
+        return concatenate([each for each in world.gather(part) if each])
+
+    def sample(self) -> Rollout:
+        """The samples of iteration `state.iteration`; those of a prompt are adjacent."""
+        args, state = self.args, self.state
+        seeds = [state.prompts + i // args.n_samples_per_prompt for i in range(self.N)]
+        return self.play(self.envs, seeds, args, state.iteration, players=self.roles.players)
+
+    def collect(self) -> tuple[Rollout, int]:
+        """The samples of this iteration, and the age in iterations of the weights they are from."""
+        ahead, self.state.ahead = self.state.ahead, None
+        return (ahead, 1) if ahead else (self.sample(), 0)
+
+    def publish_weights(self, ahead: bool = False) -> int:
+        """Copy the actor's weights to every rank's sampler. Returns a signal received by any, or 0.
+
+        `ahead`: --rollout-ranks first finish the next samples, with the weights before the update.
+        """
+        if ahead and self.args.rollout_ranks and self.state.iteration < self.args.num_iterations:
+            self.state.ahead = self.sample()  # the trainers wait
+        copy_weights(self.actor, self.sampler, self.roles.actors, self.roles.world)
+        return max(self.roles.world.gather(max(self.signals, default=0)))
+
+    def run(self) -> int:
+        """The loop of a rollout rank, in step with the trainers'. Returns a signal, or 0."""
+        interrupt = 0
+        while self.state.iteration < self.args.num_iterations and not interrupt:
+            self.collect()
+            self.state.advance(self.args, [], [])
+            interrupt = self.publish_weights(ahead=True)
+        return interrupt
 
 
 # === 10. Run folder, saving, resuming ===
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # emitted by DCP in a single process
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of DCP in a single process
 
 
 @dataclass
@@ -1833,11 +1950,11 @@ class TrainState:
             for step in steps:
                 self.skipped_in_a_row[i] = self.skipped_in_a_row[i] + 1 if step["skipped"] else 0
         if max(self.skipped_in_a_row) >= 20:
-            raise UserError("20 consecutive gradients were not finite: look at rewards, lower the learning rates")
+            raise UserError("20 consecutive gradients were not finite: lower the learning rates")
 
 
 def catch_signals(stack: contextlib.ExitStack) -> list[int]:
-    """Collect SIGTERM and Ctrl-C: they end the run after the current iteration, with a checkpoint."""
+    """Collect SIGTERM and Ctrl-C: they end the run after this iteration, with a checkpoint."""
     received = []
 
     def handle(signum, frame):
@@ -1850,30 +1967,34 @@ def catch_signals(stack: contextlib.ExitStack) -> list[int]:
 
 
 class RunFolder:
-    """<log_dir>/<run_name>/: TensorBoard events, *.jsonl, config.json, summary.json, checkpoints/, model/."""
+    """<log_dir>/<run_name>/: TensorBoard, *.jsonl, {config,summary}.json, checkpoints/, model/."""
 
     def __init__(self, args: Args, state: TrainState, world: Ranks):
         self.args, self.state, self.started, self.summary = args, state, time.monotonic(), {}
-        name = f"{args.env_id.split(':')[-1]}__{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        self.path, resumed = Path(args.log_dir, args.run_name or world.gather(name)[0]), args.resume == "auto"
+        env, now = args.env_id.split(":")[-1], time.strftime("%Y%m%d-%H%M%S")
+        name = world.gather(f"{env}__{Path(__file__).stem}__{args.seed}__{now}")[0]
+        self.path, resumed = Path(args.log_dir, args.run_name or name), args.resume == "auto"
         if args.resume and Path(args.resume, "checkpoints").is_dir():
             self.path, resumed = Path(args.resume), True
         if RANK > 0:
             return
         if self.path.exists() and not resumed:
-            raise UserError(f"--run-name: {self.path} exists; --resume auto resumes it, else choose another name")
+            raise UserError(f"--run-name: {self.path} exists: choose another, or --resume auto")
         with rephrase(f"--log-dir {args.log_dir}: cannot write {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "config.json").write_text(json.dumps({"args": vars(args), "argv": sys.argv}, indent=2))
-        self.files = {name: open(self.path / f"{name}.jsonl", "a") for name in ("metrics", "completions")}
+            config = json.dumps({"args": vars(args), "argv": sys.argv}, indent=2)
+            (self.path / "config.json").write_text(config)
+        names = ("metrics", "completions")
+        self.files = {name: open(self.path / f"{name}.jsonl", "a") for name in names}
         for name, file in self.files.items():
-            file.truncate(min(state.bytes.get(name, 0), file.tell()))  # the rest will be written again
+            file.truncate(min(state.bytes.get(name, 0), file.tell()))  # the rest comes again
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
 
     def append(self, name: str, row: dict) -> None:
         """Write a line of JSON, without NaN, Infinity and None."""
         row = json.loads(json.dumps(row), parse_constant=lambda constant: None)
-        self.files[name].write(json.dumps({key: value for key, value in row.items() if value is not None}) + "\n")
+        line = json.dumps({key: value for key, value in row.items() if value is not None})
+        self.files[name].write(line + "\n")
         self.files[name].flush()
 
     def log(self, row: dict, batch: Rollout, experience: Experience, diagnosis: Diagnosis) -> None:
@@ -1887,27 +2008,28 @@ class RunFolder:
                 self.writer.add_scalar(name, value, i)
         for k in range(min(4, len(experience))):
             self.append("completions", {
-                "step": i, "prompt": batch.prompts[k], "response": batch.texts[k], "stop": batch.stop[k],
-                "reward": float(experience.scores[k]), "n_tokens": int(experience.cpu_mask[k].sum()),
-                "kl": float(experience.kl[k])})
+                "step": i, "prompt": batch.prompts[k], "response": batch.texts[k],
+                "stop": batch.stop[k], "reward": float(experience.scores[k]),
+                "n_tokens": int(experience.cpu_mask[k].sum()), "kl": float(experience.kl[k])})
         if i % max(1, N // 5) == 0:
             print0(f"  {batch.prompts[0]!r:.80} -> {batch.texts[0]!r:.200} (reward {experience.scores[0]:g})")
         if cause and cause != self.state.last_cause:
             print0(f"  ratio: {cause}: {diagnosis.advice} ({diagnosis.evidence})")
         self.state.last_cause = cause
         kl = f"KL {row['objective/kl']:.4f}, " if self.args.kl_coef else ""
-        print0(f"{i + 1}/{N}: reward {row['objective/reward']:.3f}, accuracy {row['objective/accuracy']:.1%}, "
-               f"{row['objective/response_tokens']:.1f} tokens, max|ratio-1| {row['ratio/last_dev']:.2g}, "
-               f"{kl}{row['time/iteration']:.2f} s")
+        print0(f"{i + 1}/{N}: reward {row['objective/reward']:.3f}, accuracy "
+               f"{row['objective/accuracy']:.1%}, {row['objective/response_tokens']:.1f} tokens, "
+               f"max|ratio-1| {row['ratio/last_dev']:.2g}, {kl}{row['time/iteration']:.2f} s")
 
     def print_results(self, when: str, results: dict) -> None:
         self.summary[f"eval_{when}"] = results
-        print0(f"accuracy {when} PPO: {results['accuracy']:.1%} sampled, {results['greedy_accuracy']:.1%} greedy")
+        sampled, greedy = results["accuracy"], results["greedy_accuracy"]
+        print0(f"accuracy {when} PPO: {sampled:.1%} sampled, {greedy:.1%} greedy")
 
     def __exit__(self, kind, error, traceback) -> None:
         status = {None: "completed", SystemExit: "interrupted"}.get(kind, "failed")
-        self.summary |= {"status": status, "iterations": self.state.iteration, "update_steps": self.state.actor_steps,
-                         "seconds": time.monotonic() - self.started}
+        self.summary |= {"status": status, "iterations": self.state.iteration,
+                         "update_steps": self.state.actor_steps, "seconds": time.monotonic() - self.started}
         if RANK == 0:
             (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2))
             for file in (self.writer, *self.files.values()):
@@ -1918,9 +2040,9 @@ def step_table(args, plan) -> str:
     """What an iteration and the run consist of, and the defaults that depend on other flags."""
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     ahead = f", one iteration ahead, on {args.rollout_ranks} ranks" if args.rollout_ranks else ""
-    samples = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} = {plan.samples_per_iteration} samples"
+    prompts, n = args.rollout_batch_size, args.n_samples_per_prompt
     return f"""\
-  rollout    {samples}{ahead}
+  rollout    {prompts} prompts x {n} = {prompts * n} samples{ahead}
   critic     then {args.critic_epochs} {batches} = {plan.critic_update_steps} optimizer steps
   actor      then {args.ppo_epochs} {batches} = {plan.update_steps} optimizer steps
   reference  {f"KL ({args.kl_estimator}) x {args.kl_coef:g} in the {args.kl_in}" if args.kl_coef else "none"}
@@ -1931,49 +2053,55 @@ def step_table(args, plan) -> str:
 
 def memory_line(models: tuple, rows: int, args: Args) -> str:
     """What rank 0 holds, with `rows` in the KV cache."""
-    actor, critic, reference, sampler = (
-        sum(local(p).nbytes for p in model.parameters()) / 1e9 if model else 0.0 for model in models)
+    size = lambda model: sum(local(p).nbytes for p in model.parameters()) / 1e9 if model else 0.0
+    actor, critic, reference, sampler = map(size, models)
     config, itemsize = models[-1].config, models[-1].model.norm.weight.itemsize
     tokens = args.max_prompt_tokens + args.max_new_tokens
-    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * rows * tokens * itemsize / 1e9
+    keys = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    cache = 2 * keys * rows * tokens * itemsize / 1e9
     return f"""\
   memory     weights {actor + critic + reference:.2g}, gradients {max(actor, critic):.2g}, \
 Adam {2 * (actor + critic):.2g}, sampler {sampler:.2g}, KV cache of {rows} x {tokens} tokens {cache:.2g} GB"""
 
 
 def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:
-    """{"weights": {name: tensor}} and, after the first step, AdamW's "exp_avg", "exp_avg_sq" and "step"."""
+    """{"weights": {name: tensor}} and, after a step, AdamW's "exp_avg", "exp_avg_sq" and "step"."""
     if model is None:
         return {}
     tensors = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
     for kind in ("exp_avg", "exp_avg_sq", "step") if optimizer and optimizer.state else ():
         named = model.named_parameters()  # those that have never had a gradient have no state
-        tensors[kind] = {name: optimizer.state[p][kind] for name, p in named if p in optimizer.state}
+        state = optimizer.state
+        tensors[kind] = {name: state[p][kind] for name, p in named if p in state}
     return tensors
 
 
-def save_checkpoint(run: RunFolder, trained: dict, state: TrainState, args: Args, trainers: Ranks) -> None:
-    """Write checkpoints/iter_<iterations>, which exists only when complete. Any number of ranks can read it."""
+def save_checkpoint(run: RunFolder, saved: dict, state: TrainState, args: Args, trainers: Ranks) -> None:
+    """Write checkpoints/iter_<iterations>, which exists only when complete; for any ranks."""
     path = run.path / "checkpoints" / f"iter_{state.iteration:06d}"
     partial = path.with_name("partial")
-    failed = f"{path} cannot be written, earlier checkpoints are intact; make room and --resume the run"
+    failed = f"{path} cannot be written, earlier ones are intact; make room and --resume the run"
     with rephrase(failed, (OSError, dcp.api.CheckpointException)):
         if RANK == 0:
             shutil.rmtree(partial, ignore_errors=True)
         trainers.gather(None)  # wait for rank 0
-        for name, (model, optimizer, ranks) in progress(trained.items(), "saving, models"):
+        for name, (model, optimizer, ranks) in progress(saved.items(), "saving, models"):
             for kind, tensors in checkpoint_tensors(model, optimizer).items():
-                writer = dcp.HuggingFaceStorageWriter(str(partial / name / kind), save_distributed=True)
-                dcp.save(tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+                folder = str(partial / name / kind)
+                writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
+                dcp.save(tensors, storage_writer=writer, process_group=ranks.group,
+                         no_dist=ranks.group is None)  # fmt: skip
         trainers.gather(None)  # wait for all
         if RANK > 0:
             return
         state.bytes = {name: file.tell() for name, file in run.files.items()}
-        files = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*.safetensors")}
+        found = partial.rglob("*.safetensors")
+        files = {str(file.relative_to(partial)): file.stat().st_size for file in found}
         plain = lambda x: x.tolist() if isinstance(x, Tensor) else vars(x)  # of state.ahead
-        (partial / "state.json").write_text(json.dumps({"state": vars(state), "files": files}, default=plain))
+        content = json.dumps({"state": vars(state), "files": files}, default=plain)
+        (partial / "state.json").write_text(content)
         partial.rename(path)
-        for old in sorted(run.path.glob("checkpoints/iter_*"), reverse=True)[args.keep_checkpoints :]:
+        for old in sorted(path.parent.glob("iter_*"), reverse=True)[args.keep_checkpoints :]:
             shutil.rmtree(old)
     print0(f"saved {path}")
 
@@ -1983,19 +2111,21 @@ def checkpoints_to_resume(args: Args) -> list[Path]:
     if args.resume is None:
         return []
     folder = Path(args.log_dir, args.run_name) if args.resume == "auto" else Path(args.resume)
-    found = [folder] if (folder / "state.json").is_file() else sorted(folder.glob("checkpoints/iter_*"), reverse=True)
+    found = sorted(folder.glob("checkpoints/iter_*"), reverse=True)
+    if (folder / "state.json").is_file():
+        found = [folder]
     if not found and args.resume != "auto":
         raise UserError(f"--resume {args.resume}: no checkpoint there")
     return found
 
 
-def resume(args: Args, trained: dict) -> TrainState:
-    """Read the newest checkpoint into models and optimizers. Raises UserError that names it and the one before."""
+def resume(args: Args, saved: dict) -> TrainState:
+    """Read the newest checkpoint into models and optimizers. Raises UserError."""
     path, before = [*checkpoints_to_resume(args), None, None][:2]
     if path is None:
         return TrainState()
     try:
-        state = load_checkpoint(path, trained)
+        state = load_checkpoint(path, saved)
     except Exception as error:
         advice = f"; the one before is {before}, if this one is damaged remove it" if before else ""
         raise UserError(f"{path} cannot be read: {error!s:.500}{advice}") from error
@@ -2003,22 +2133,24 @@ def resume(args: Args, trained: dict) -> TrainState:
     return state
 
 
-def load_checkpoint(path: Path, trained: dict) -> TrainState:
-    saved = json.loads((path / "state.json").read_text())
-    for name, size in saved["files"].items():  # DCP silently ignores a missing file
+def load_checkpoint(path: Path, saved: dict) -> TrainState:
+    content = json.loads((path / "state.json").read_text())
+    for name, size in content["files"].items():  # DCP silently ignores a missing file
         if (path / name).stat().st_size != size:
             raise ValueError(f"{name} differs in size from what was saved")
-    for name, (model, optimizer, _) in trained.items():
+    for name, (model, optimizer, _) in saved.items():
         if optimizer and (path / name / "exp_avg").is_dir():
             for p in optimizer.param_groups[0]["params"]:
-                optimizer.state[p] = {kind: torch.zeros_like(p.detach()) for kind in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[p]["step"] = torch.zeros((), device=p.device)
+                zeros = functools.partial(torch.zeros_like, p.detach())
+                step = torch.zeros((), device=p.device)
+                optimizer.state[p] = {"exp_avg": zeros(), "exp_avg_sq": zeros(), "step": step}
         for kind, tensors in checkpoint_tensors(model, optimizer).items():
             never_updated = tensors.keys() if kind != "weights" else ()  # may lack moments
             read_tensors(tensors, path / name / kind, optional=never_updated)
-    state = TrainState(**saved["state"])
+    state = TrainState(**content["state"])
     if state.ahead:
-        tensors = {f.name: torch.tensor(state.ahead[f.name]) for f in dataclasses.fields(Rollout) if f.type == "Tensor"}
+        names = [f.name for f in dataclasses.fields(Rollout) if f.type == "Tensor"]
+        tensors = {name: torch.tensor(state.ahead[name]) for name in names}
         state.ahead = Rollout(**state.ahead | tensors)
     return state
 

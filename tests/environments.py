@@ -65,10 +65,6 @@ class OneToken(TextEnv):
     prompts = ("a",)
 
 
-class NonAscii(TextEnv):
-    prompts = ("né漢🙂=", "ßλ=")
-
-
 class Reward(TextEnv):
     """Gives `reward`, whatever it is, from seed `first` on; before that the number 1."""
 
@@ -96,7 +92,7 @@ class WrongSignature(TextEnv):
     step = lambda self, response, extra: self.turn(response)
 
 
-for cls in TwoTurns, Endless, Dense, Truncates, Lengths, OneToken, NonAscii, Raises, Hangs, FourValues, WrongSignature:
+for cls in TwoTurns, Endless, Dense, Truncates, Lengths, OneToken, Raises, Hangs, FourValues, WrongSignature:
     gym.register(f"{cls.__name__}-v0", entry_point=cls)
 gym.register("Plain-v0", entry_point=TextEnv)
 gym.register("Constant-v0", entry_point=Reward)

@@ -1,5 +1,6 @@
 """Bad input: one line that names flag, file or environment and what is wrong; exit code 2; no run is begun."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -139,3 +140,12 @@ def model_folder(ppo, path, edit=None, tensors=None, **changes):
 def test_model_that_does_not_fit(ppo, tmp_path, parts, changes):
     path = model_folder(ppo, tmp_path / "model", **changes)
     refuse(ppo, tmp_path, path, *parts, model=str(path), **SIZES)
+
+
+def test_mistakes_of_forks_are_refused_and_their_flags_pass(ppo):
+    with pytest.raises(ppo.UserError, match="sums / n_tokens"):
+        ppo.read_step([{"entropy": 0.5}], torch.tensor(1.0), 4, ppo.Ranks(range(1), torch.device("cpu")))
+    with pytest.raises(ppo.UserError, match="3 samples selected: must be 270"):
+        ppo.select(None, [0, 1, 2], ppo.plan_steps(ppo.Args(rollout_batch_size=270, train_batch_size=27)))
+    fork = dataclasses.make_dataclass("Fork", [("threshold", float, -1.0)], bases=(ppo.Args,))
+    ppo.validate(fork())

@@ -137,17 +137,6 @@ def test_decode_steps_are_those_of_list_scheduling(play, seed, monkeypatch):
     assert batch.stats["rollout/gain_over_static"] == batch.stats["rollout/ideal_gain"] == pytest.approx(waves / ideal)
 
 
-@pytest.mark.parametrize("K", [1, 8])
-@pytest.mark.parametrize("env", [TwoTurns, Endless])
-def test_gain_over_static_is_measured_against_the_steps_that_waves_make(play, env, K, monkeypatch):
-    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", K == 8)
-    waves, batch = (play(ppo, env, 7, 3) for ppo in (ppo_llm, continuous))
-    steps = batch.stats["rollout/decode_steps"]
-    assert batch.stats["rollout/gain_over_static"] == waves.stats["rollout/decode_steps"] / steps > 1
-    assert batch.stats["rollout/ideal_gain"] == batch.stats["rollout/gain_over_static"]
-    assert K == 8 or steps == ideal_steps(batch.mask.sum(1).tolist(), 3)
-
-
 def test_prompts_are_prefilled_together_and_no_token_twice(play, monkeypatch):
     """32 samples in 8 slots: prompts in rounds of 2 in place of one by one, then the environment's text alone."""
     calls, prefill = [], continuous.prefill

@@ -36,8 +36,9 @@ def run(patch, folder, **flags):
 
 
 def test_all_forks_are_tested_and_say_what_they_do():
-    assert [path.stem for path in FORKS] == ["group_normalised", "joint_loss", "length_penalty", "lora", "replay",
-                                              "tensor_parallel_sampler"]  # fmt: skip
+    assert [path.stem for path in FORKS] == (
+        "annealed_entropy best_and_worst frozen_blocks group_normalised joint_loss length_penalty lora replay "
+        "tensor_parallel_sampler").split()  # fmt: skip
     assert all(path.read_text().index("diff --git a/ppo_llm.py b/ppo_llm.py") > 40 for path in FORKS)
 
 
@@ -54,6 +55,31 @@ def test_group_normalised(tmp_path):
     assert not (folder / "checkpoints" / "iter_000002" / "critic").exists()
     assert all("losses/value_loss" not in row for row in rows)
     assert any(row["ratio/adv_raw_std"] > 0 and row["grad/actor_norm"] > 0 for row in rows)
+
+
+def test_best_and_worst(tmp_path):
+    _, rows, folder = run("best_and_worst", tmp_path, n_samples_per_prompt=4, eval_episodes=64)
+    assert [(row["charts/episodes"], row["charts/actor_steps"]) for row in rows] == [(32, 4), (64, 8)]
+    for row, file in zip(rows, (0, 4), strict=True):  # completions: worst, best of the first two prompts
+        worst, best, *_ = lines(folder, "completions")[file : file + 4]
+        assert worst["prompt"] == best["prompt"] and worst["reward"] <= best["reward"]
+        assert row["ratio/first_dev"] < 1e-5 and row["ratio/tokens"] == row["objective/response_tokens"] * 32
+
+
+def test_frozen_blocks_stay_and_are_saved_resumed_and_exported(tmp_path):
+    _, rows, folder = run("frozen_blocks", tmp_path)
+    first, second = (safetensors.torch.load_file(next((folder / f"checkpoints/iter_00000{i}/actor/weights").iterdir()))
+                     for i in (1, 2))  # fmt: skip
+    same = {name for name in first if torch.equal(first[name], second[name])}
+    assert same == {name for name in first if "layers.0" in name or "embed" in name}
+    assert safetensors.torch.load_file(folder / "model" / "model.safetensors").keys() == first.keys()
+    resumed = run("frozen_blocks", tmp_path, num_iterations=3, resume="auto")[1]
+    assert [row["iteration"] for row in resumed] == [0, 1, 2] and resumed[:2] == rows
+
+
+def test_annealed_entropy(tmp_path):
+    _, rows, _ = run("annealed_entropy", tmp_path)
+    assert [row["losses/entropy_coef"] for row in rows] == [0.01, 0.005]
 
 
 def test_replay(tmp_path):

@@ -292,11 +292,3 @@ def test_stop_ids_end_a_turn_where_they_are_sampled_and_nowhere_else(ppo, tokeni
     assert batch.tokens.tolist() == [[a, eos, b, eos, c, eos], [y, equals, b, y, 0, 0]]
     assert batch.mask.int().tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 0, 0]]
     assert batch.lengths.tolist() == [6, 4] and batch.stop == ["eos", "eos"]
-
-
-def test_text_that_is_not_ascii_passes(ppo):
-    unicode = ppo.HFTokenizer.from_texts(["né漢🙂=ßλ"])
-    envs = make_envs("NonAscii", 2)
-    batch = run(ppo, scripted_model(ppo, unicode, {"=": "🙂", "🙂": "漢", "漢": "é"}), unicode, envs, samples=2)
-    assert batch.prompts == list(environments.NonAscii.prompts) and batch.texts == ["🙂漢é"] * 2
-    assert [env.unwrapped.seen for env in envs] == [["🙂漢é"]] * 2 and batch.lengths.tolist() == [9, 7]
