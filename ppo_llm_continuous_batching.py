@@ -382,7 +382,7 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
     stop_ids = upload(torch.tensor(tokenizer.stop_ids), device)
     no_eos = ~torch.isin(experience.tokens[samples, last], stop_ids)  # [N]
     rewards[samples, last] -= args.missing_eos_penalty * no_eos
-    # FORK: reward shaping.
+    # FORK: reward shaping. Every rank runs it on all samples: it must be deterministic.
     scores = rewards.sum(1)  # [N], logged
     if args.kl_in == "reward":
         rewards -= args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
@@ -444,8 +444,9 @@ def train(args: Args) -> dict:
 
 
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
-    # --- Set-up: ranks by their roles, environments, models and optimizers (None on ranks that do
-    # not hold them), the state of a resumed run, the run folder, the accuracy before PPO
+    # --- Set-up: ranks by role (trainers hold the actor or the critic, by default all hold both;
+    # players sample), environments, models and optimizers (None on ranks that do not hold them),
+    # the state of a resumed run, the run folder, the accuracy before PPO
     plan = validate(args, WORLD_SIZE)
     roles, dtype = connect(args)
     world, trainers, actors, critics, _ = roles
@@ -468,7 +469,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     state.eval_before = state.eval_before or evaluate(collector.play, eval_envs, args, state.iteration)
     run.print_results("before", state.eval_before)
     interrupt = 0  # number of a signal that ends the run
-    if trainers.index is None:  # does not train
+    if trainers.index is None:  # a rollout rank: a loop of its own
         interrupt = collector.run()
 
     while state.iteration < args.num_iterations and not interrupt:
@@ -544,7 +545,9 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         actor_steps = trainers.gather(actor_steps)[0]  # the first rank always trains the actor,
         critic_steps = trainers.gather(critic_steps)[-1]  # the last trainer the critic
         state.advance(args, actor_steps, critic_steps)
-        interrupt = collector.publish_weights(ahead=True)
+        collector.sample_ahead()  # waits for --rollout-ranks
+        collector.publish_weights()
+        interrupt = collector.interrupted()
         clock.append(time.time())
         signals = ratio_signals(actor, weights_before, experience, actor_steps, roles, args)
         signals |= {"sampler_age": age, "old_age": 0 if args.recompute_old_logprobs else age,
@@ -1086,7 +1089,7 @@ class Transformer(nn.Module):
 class KVCache:
     """Keys and values of every layer, [rows, Hkv, S, D] each. Padding goes to index `scratch`."""
 
-    def __init__(self, config: ModelConfig, rows: int, size: int, dtype=torch.float32, device="cpu"):
+    def __init__(self, config: ModelConfig, rows, size, dtype=torch.float32, device="cpu"):
         self.scratch = size
         self.attend = round_up(size + 1)  # attention reads the indices below
         self.rows, self.all_rows = torch.arange(rows, device=device), True  # of the next forward
@@ -1978,8 +1981,9 @@ class Collector:
     """
 
     def __init__(self, envs, models, tokenizer, roles: Roles, state, args: Args, signals: list):
-        (self.actor, _, _, self.sampler), self.envs, self.tokenizer = models, envs, tokenizer
-        self.roles, self.state, self.args, self.signals = roles, state, args, signals
+        self.actor, _, _, self.sampler = models
+        self.envs, self.tokenizer, self.roles = envs, tokenizer, roles
+        self.state, self.args, self.signals = state, args, signals
         self.N = args.rollout_batch_size * args.n_samples_per_prompt
         if state.ahead and (not args.rollout_ranks or len(state.ahead.prompts) != self.N):
             state.ahead = None  # saved under other flags: discard and sample again
@@ -2007,14 +2011,17 @@ class Collector:
         ahead, self.state.ahead = self.state.ahead, None
         return (ahead, 1) if ahead else (self.sample(), 0)
 
-    def publish_weights(self, ahead: bool = False) -> int:
-        """Copy the actor's weights to every rank's sampler. Returns a signal received by any, or 0.
-
-        `ahead`: --rollout-ranks first finish the next samples, with the weights before the update.
-        """
-        if ahead and self.args.rollout_ranks and self.state.iteration < self.args.num_iterations:
+    def sample_ahead(self) -> None:
+        """After state.advance: --rollout-ranks finish the next samples, with weights they have."""
+        if self.args.rollout_ranks and self.state.iteration < self.args.num_iterations:
             self.state.ahead = self.sample()  # the trainers wait
+
+    def publish_weights(self) -> None:
+        """Copy the actor's weights to every rank's sampler."""
         copy_weights(self.actor, self.sampler, self.roles.actors, self.roles.world)
+
+    def interrupted(self) -> int:
+        """A signal that any rank has received, or 0."""
         return max(self.roles.world.gather(max(self.signals, default=0)))
 
     def run(self) -> int:
@@ -2023,7 +2030,9 @@ class Collector:
         while self.state.iteration < self.args.num_iterations and not interrupt:
             self.collect()
             self.state.advance(self.args, [], [])
-            interrupt = self.publish_weights(ahead=True)
+            self.sample_ahead()
+            self.publish_weights()
+            interrupt = self.interrupted()
         return interrupt
 
 

@@ -22,6 +22,7 @@ import warnings
 from pathlib import Path
 
 import common
+import matplotlib.pyplot as plt
 import tasks  # noqa: F401, registers the environments
 import torch
 from common import ppo_llm
@@ -169,8 +170,6 @@ def trl(folder: str, flags: dict, seed: int) -> dict:
 
 
 def report() -> None:
-    import matplotlib.pyplot as plt
-
     results = json.loads(RESULTS.read_text())
     common.table(["task", "seed", "side", *(f"{kind}, {when}" for kind in ("sampled", "greedy")
                                            for when in ("before", "after")),
@@ -183,23 +182,42 @@ def report() -> None:
         causes = sorted({row.get("diagnosis") for row in run["rows"]} - {None})
         cells = [f"{point[kind][what]:.2f}" for kind in ("sampled", "greedy") for point in (first, last)]
         common.line([*name.split("/"), *cells, f"{kl:.1f}", f"{seconds:.0f}", ", ".join(causes) or "none"])
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3), layout="constrained", sharey=True)
-    for name, run in results.items():
-        task, _, side = name.split("/")
-        if task == "sums":
-            for axis, key in zip(axes, ("samples", "seconds"), strict=True):
+    draw_sums(results)
+    draw_cheerful({name: run for name, run in results.items() if name.startswith("cheerful")})
+
+
+def draw_sums(results: dict) -> None:
+    """Held-out accuracy of each task over samples, and beside TRL over samples and seconds."""
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3), layout="constrained", sharey=True)
+    for axis, key, colors in [
+        (axes[0], "samples", {"sums": "C0", "sums of two digits": "C2"}),
+        (axes[1], "samples", {"sums, fast": "C0"}), (axes[2], "seconds", {"sums, fast": "C0"}),
+    ]:  # fmt: skip
+        for name, run in results.items():
+            task, _, side = name.split("/")
+            if task in colors and side in ("ours", "trl"):
                 y = [100 * point["sampled"]["success"] for point in run["points"]]
-                color = "C0" if side.startswith("ours") else "C1"
-                axis.plot([point[key] for point in run["points"]], y, color=color, linewidth=1)
-    axes[0].set(xlabel="samples", ylabel="held-out sums right, %", ylim=(0, 100))
-    axes[1].set(xlabel="seconds")
-    axes[1].legend(handles=[plt.Line2D([], [], color=f"C{i}", label=side) for i, side in enumerate(("ours", "TRL"))])
+                color = {"ours": colors[task], "trl": "C1"}[side]
+                axis.plot([point[key] for point in run["points"]], y, "o-", color=color, markersize=3)
+        labels = {"one digit, defaults": "C0", "two digits": "C2"} if axis is axes[0] else {"ours": "C0", "TRL": "C1"}
+        axis.legend(handles=[plt.Line2D([], [], color=color, label=label) for label, color in labels.items()])
+        axis.set(xlabel=key, ylim=(0, 100))
+    axes[0].set(ylabel="held-out sums right, %")
     figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
+
+
+def draw_cheerful(results: dict) -> None:
+    """Sentiment over KL, a point for each iteration; answers to held-out prompts before and after."""
     figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
-    for name, run in results.items():
-        if name.startswith("cheerful"):
-            kl, reward = ([row[key] for row in run["rows"]] for key in ("objective/kl", "objective/reward"))
-            axes.plot(kl, reward, "o-", markersize=3, label=name.split("/")[0])
+    common.table(["", "prompt", "sampled answer"])
+    for i, (name, run) in enumerate(sorted(results.items())):
+        kl, reward = ([row[key] for row in run["rows"]] for key in ("objective/kl", "objective/reward"))
+        label = name.split("/")[0]
+        axes.plot(kl, reward, "o-", markersize=3, label=label)
+        for point in (run["points"][-1:] if i else [run["points"][0], run["points"][-1]]):
+            answers = point["sampled"]
+            for prompt, response in list(zip(answers["prompts"], answers["responses"], strict=True))[:4]:
+                common.line([label if point["samples"] else "before", prompt, response.replace("\n", " ")])
     axes.set(xlabel="KL to the reference, nats a response", ylabel="sentiment, -1 to 1")
     axes.legend(fontsize=8)
     figure.savefig(Path(__file__).with_name("cheerful.png"), dpi=110)
