@@ -88,14 +88,14 @@ class Args:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on cuda
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on with cuda
-    critic_ranks: int = 0  # ranks for the critic alone, behind the actor's
+    critic_ranks: int = 0  # ranks that hold only the critic, numbered after the actor's
     rollout_ranks: int = 0  # the last ranks, which only sample, one iteration ahead
     activation_checkpointing: bool = False  # recompute activations in the backward pass
 
     model: str | None = None  # Hugging Face folder; default a tiny Llama
     env_id: str = "SortDigits-v0"  # or GSM8K-v0, or my_module:MyEnv-v0
     env_kwargs: str = "{}"  # its arguments, a JSON object
-    env_timeout: float = 60.0  # seconds it may take to answer
+    env_timeout: float = 60.0  # time limit of one reset() or step(), seconds
 
     num_iterations: int = 270  # rollouts, each with its updates
     rollout_batch_size: int = 256  # prompts per iteration
@@ -115,7 +115,7 @@ class Args:
     critic_lr: float | None = None  # default 1e-3, with --model 1e-5
     adam_beta1: float | None = None  # Adam's momentum; default 0.5, with --model 0.9
     lr_end: float = 0.05  # learning rates decay linearly to this share
-    critic_warmup_iterations: int = 0  # first iterations, without the actor
+    critic_warmup_iterations: int = 0  # train only the critic for this many iterations first
     max_grad_norm: float = 1.0  # gradient clipping norm of each model
 
     gamma: float = 1.0  # discount per token
@@ -123,7 +123,7 @@ class Args:
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low
     clip_high: float = 0.2  # ... 1 + clip_high
     value_clip: float | None = 0.2  # values are clipped to old value +- this
-    dual_clip: float | None = None  # c > 1: loss of advantage A < 0 at most -A * c
+    dual_clip: float | None = None  # c > 1: caps the loss at c * abs(A) where A < 0
     entropy_coef: float = 0.0  # weight of the entropy bonus
     target_kl: float | None = None  # actor steps end when approx_kl exceeds it
     recompute_old_logprobs: bool = True  # if off, use the sampler's
@@ -611,7 +611,8 @@ class Episode:
 
     def extend(self, ids: list[int], logprobs: list[float] | None = None) -> None:
         """Append tokens, sampled ones with their log-probs."""
-        self.turn = self.turn if logprobs is None else len(self.ids)
+        if logprobs is not None:  # a response starts
+            self.turn = len(self.ids)
         self.ids += ids
         self.mask += [logprobs is not None] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
@@ -636,8 +637,9 @@ class Episode:
             for end, reward in pairs:
                 if not (1 <= end <= len(response) and math.isfinite(reward)):
                     raise ValueError(f"not {(end, reward)}")
+                # Index of the first token whose decoded prefix covers response[:end].
                 completes = lambda n: tokenizer.decode(ids[: n + 1]).startswith(response[:end])
-                n = bisect.bisect_left(range(len(ids)), True, key=completes)  # the first
+                n = bisect.bisect_left(range(len(ids)), True, key=completes)
                 self.rewards[self.turn + n] += reward
 
     def take_answer(self, answer: tuple, tokenizer: HFTokenizer) -> None:
@@ -647,7 +649,7 @@ class Episode:
         if info.get("rewards"):
             self.add_dense_rewards(info["rewards"], tokenizer)
         self.success = bool(info.get("success", sum(self.rewards) > 0))
-        if self.ids[-1] not in tokenizer.stop_ids:  # cut, whatever the environment says
+        if self.ids[-1] not in tokenizer.stop_ids:  # cut, even if the environment says terminated
             self.stop = "length"
         elif terminated or truncated:
             self.stop = "eos" if terminated else "env"
@@ -695,20 +697,22 @@ compiled_decode_step = torch.compile(decode_step, dynamic=True)
 
 def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict, args: Args) -> None:
     """Upload the text of `playing` {row: episode}, prefill what the cache lacks, let it decode."""
-    texts = padded([e.ids for e in playing.values()], 0)
+    ids = padded([e.ids for e in playing.values()], 0)
     numbers = torch.tensor([(row, len(e.ids), e.limit, e.cached) for row, e in playing.items()])
     width = max(len(e.ids) - 1 - e.cached for e in playing.values())  # decode_step does the last
     rows, length, limit, cached = numbers.to(slots.tokens.device).T  # [R] each
-    slots.tokens[rows, : texts.shape[1]] = texts.to(rows.device)
+    slots.tokens[rows, : ids.shape[1]] = ids.to(rows.device)
     slots.length[rows], slots.limit[rows], slots.alive[rows] = length, limit, True
+    if width == 0:
+        return
     positions = cached[:, None] + torch.arange(width, device=rows.device)  # [R, width]
     positions = torch.where(positions < length[:, None] - 1, positions, cache.scratch)  # of padding
     new = slots.tokens[rows[:, None], positions]  # [R, width]
-    size = max(1, args.micro_batch_tokens // max(1, width))
-    for start in range(0, len(playing) if width else 0, size):
+    no_logits = rows[:0]
+    size = max(1, args.micro_batch_tokens // width)
+    for start in range(0, len(playing), size):
         part = slice(start, start + size)
-        view = cache.view(texts.shape[1], rows[part])
-        actor(new[part], positions[part], view, select=rows[:0])  # no logits wanted
+        actor(new[part], positions[part], cache.view(ids.shape[1], rows[part]), select=no_logits)
 
 
 def end_turn(slots: Slots, playing: dict[int, Episode], tokenizer: HFTokenizer, args: Args) -> None:
@@ -791,7 +795,7 @@ def padded(rows: list[list], blank: float) -> Tensor:
 
 # ################################# Part II: what PPO stands on #################################
 
-# === 5. Transformer ===
+# === 5. Transformer, KV cache, log-probs, sampling noise ===
 
 
 @dataclass
@@ -1339,7 +1343,7 @@ def make_envs(args: Args, samples: int, players: Ranks, evaluation: bool = False
         return [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
 
 
-# === 8. Metrics, evaluation, why the ratio is stuck at 1 ===
+# === 8. Metrics, evaluation, diagnosis of the ratio ===
 
 
 def read_step(parts: list[dict], grad_norm: Tensor, n_tokens: int, ranks: Ranks) -> dict[str, float]:
@@ -1510,7 +1514,7 @@ def ratio_signals(actor, weights_before, experience, actor_steps, roles, args) -
     }
 
 
-# === 9. Ranks, sharding, building the models ===
+# === 9. Ranks, sharding, models, collecting samples ===
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -1898,7 +1902,7 @@ class Collector:
     def sample(self) -> Rollout:
         """The samples of iteration `state.iteration`; those of a prompt are adjacent."""
         args, state = self.args, self.state
-        seeds = [state.prompts + i // args.n_samples_per_prompt for i in range(self.N)]
+        seeds = [state.next_prompt + i // args.n_samples_per_prompt for i in range(self.N)]
         return self.play(self.envs, seeds, args, state.iteration, players=self.roles.players)
 
     def collect(self) -> tuple[Rollout, int]:
@@ -1941,18 +1945,18 @@ class TrainState:
     """What one iteration leaves to the next, besides weights and moments."""
 
     iteration: int = 0  # iterations done
-    prompts: int = 0  # prompts used; seed of the next one
+    next_prompt: int = 0  # its seed
     actor_steps: int = 0  # skipped ones included
     critic_steps: int = 0
     skipped_in_a_row: list = field(default_factory=lambda: [0, 0])  # of actor and critic
     last_cause: str | None = None  # of the diagnosis
     eval_before: dict | None = None
     ahead: Rollout | None = None  # of rollout ranks, for the next iteration
-    bytes: dict = field(default_factory=dict)  # sizes of the *.jsonl files
+    file_sizes: dict = field(default_factory=dict)  # of *.jsonl, in bytes
 
     def advance(self, args: Args, actor_steps: list[dict], critic_steps: list[dict]) -> None:
         self.iteration += 1
-        self.prompts += args.rollout_batch_size
+        self.next_prompt += args.rollout_batch_size
         self.actor_steps += len(actor_steps)
         self.critic_steps += len(critic_steps)
         for i, steps in enumerate((actor_steps, critic_steps)):
@@ -1996,7 +2000,8 @@ class RunFolder:
         names = ("metrics", "completions")
         self.files = {name: open(self.path / f"{name}.jsonl", "a") for name in names}
         for name, file in self.files.items():
-            file.truncate(min(state.bytes.get(name, 0), file.tell()))  # the rest comes again
+            size = state.file_sizes.get(name, 0)
+            file.truncate(min(size, file.tell()))  # what came after will be written again
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
 
     def append(self, name: str, row: dict) -> None:
@@ -2103,7 +2108,7 @@ def save_checkpoint(run: RunFolder, saved: dict, state: TrainState, args: Args, 
         trainers.gather(None)  # wait for all
         if RANK > 0:
             return
-        state.bytes = {name: file.tell() for name, file in run.files.items()}
+        state.file_sizes = {name: file.tell() for name, file in run.files.items()}
         found = partial.rglob("*.safetensors")
         files = {str(file.relative_to(partial)): file.stat().st_size for file in found}
         plain = lambda x: x.tolist() if isinstance(x, Tensor) else vars(x)  # of state.ahead

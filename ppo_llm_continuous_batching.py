@@ -91,14 +91,14 @@ class Args:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on cuda
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on with cuda
-    critic_ranks: int = 0  # ranks for the critic alone, behind the actor's
+    critic_ranks: int = 0  # ranks that hold only the critic, numbered after the actor's
     rollout_ranks: int = 0  # the last ranks, which only sample, one iteration ahead
     activation_checkpointing: bool = False  # recompute activations in the backward pass
 
     model: str | None = None  # Hugging Face folder; default a tiny Llama
     env_id: str = "SortDigits-v0"  # or GSM8K-v0, or my_module:MyEnv-v0
     env_kwargs: str = "{}"  # its arguments, a JSON object
-    env_timeout: float = 60.0  # seconds it may take to answer
+    env_timeout: float = 60.0  # time limit of one reset() or step(), seconds
 
     num_iterations: int = 270  # rollouts, each with its updates
     rollout_batch_size: int = 256  # prompts per iteration
@@ -118,7 +118,7 @@ class Args:
     critic_lr: float | None = None  # default 1e-3, with --model 1e-5
     adam_beta1: float | None = None  # Adam's momentum; default 0.5, with --model 0.9
     lr_end: float = 0.05  # learning rates decay linearly to this share
-    critic_warmup_iterations: int = 0  # first iterations, without the actor
+    critic_warmup_iterations: int = 0  # train only the critic for this many iterations first
     max_grad_norm: float = 1.0  # gradient clipping norm of each model
 
     gamma: float = 1.0  # discount per token
@@ -126,7 +126,7 @@ class Args:
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low
     clip_high: float = 0.2  # ... 1 + clip_high
     value_clip: float | None = 0.2  # values are clipped to old value +- this
-    dual_clip: float | None = None  # c > 1: loss of advantage A < 0 at most -A * c
+    dual_clip: float | None = None  # c > 1: caps the loss at c * abs(A) where A < 0
     entropy_coef: float = 0.0  # weight of the entropy bonus
     target_kl: float | None = None  # actor steps end when approx_kl exceeds it
     recompute_old_logprobs: bool = True  # if off, use the sampler's
@@ -620,7 +620,8 @@ class Episode:
 
     def extend(self, ids: list[int], logprobs: list[float] | None = None) -> None:
         """Append tokens, sampled ones with their log-probs."""
-        self.turn = self.turn if logprobs is None else len(self.ids)
+        if logprobs is not None:  # a response starts
+            self.turn = len(self.ids)
         self.ids += ids
         self.mask += [logprobs is not None] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
@@ -645,8 +646,9 @@ class Episode:
             for end, reward in pairs:
                 if not (1 <= end <= len(response) and math.isfinite(reward)):
                     raise ValueError(f"not {(end, reward)}")
+                # Index of the first token whose decoded prefix covers response[:end].
                 completes = lambda n: tokenizer.decode(ids[: n + 1]).startswith(response[:end])
-                n = bisect.bisect_left(range(len(ids)), True, key=completes)  # the first
+                n = bisect.bisect_left(range(len(ids)), True, key=completes)
                 self.rewards[self.turn + n] += reward
 
     def take_answer(self, answer: tuple, tokenizer: HFTokenizer) -> None:
@@ -656,7 +658,7 @@ class Episode:
         if info.get("rewards"):
             self.add_dense_rewards(info["rewards"], tokenizer)
         self.success = bool(info.get("success", sum(self.rewards) > 0))
-        if self.ids[-1] not in tokenizer.stop_ids:  # cut, whatever the environment says
+        if self.ids[-1] not in tokenizer.stop_ids:  # cut, even if the environment says terminated
             self.stop = "length"
         elif terminated or truncated:
             self.stop = "eos" if terminated else "env"
@@ -705,17 +707,20 @@ compiled_decode_step = torch.compile(decode_step, dynamic=True)
 def prefill(actor: Transformer, cache: KVCache, episodes: dict[int, Episode], args: Args) -> None:
     """Compute the keys and values that the text of `episodes` {row of the cache: episode} lacks."""
     # Not the newest token: it is the input of the first decode step.
-    texts = [torch.tensor(e.ids[e.cached : -1], dtype=torch.int64) for e in episodes.values()]
-    tokens = nn.utils.rnn.pad_sequence(texts, batch_first=True).to(cache.rows.device)  # [R, width]
+    new = [torch.tensor(e.ids[e.cached : -1], dtype=torch.int64) for e in episodes.values()]
+    tokens = nn.utils.rnn.pad_sequence(new, batch_first=True).to(cache.rows.device)  # [R, width]
+    width, no_logits = tokens.shape[1], cache.rows[:0]
+    if width == 0:
+        return
     numbers = torch.tensor([(row, e.cached, len(e.ids)) for row, e in episodes.items()])
     rows, cached, length = numbers.to(tokens.device).T  # [R] each
-    positions = cached[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [R, width]
+    positions = cached[:, None] + torch.arange(width, device=tokens.device)  # [R, width]
     positions = torch.where(positions < length[:, None] - 1, positions, cache.scratch)  # of padding
-    size = max(1, args.micro_batch_tokens // max(1, tokens.shape[1]))
-    for start in range(0, len(texts) if tokens.shape[1] else 0, size):
+    size = max(1, args.micro_batch_tokens // width)
+    for start in range(0, len(new), size):
         part = slice(start, start + size)
         view = cache.view(int(numbers[:, 2].max()), rows[part])
-        actor(tokens[part], positions[part], view, select=rows[:0])  # no logits wanted
+        actor(tokens[part], positions[part], view, select=no_logits)
     for episode in episodes.values():
         episode.cached = len(episode.ids) - 1
 
@@ -896,7 +901,7 @@ def padded(rows: list[list], blank: float) -> Tensor:
 
 # ################################# Part II: what PPO stands on #################################
 
-# === 5. Transformer ===
+# === 5. Transformer, KV cache, log-probs, sampling noise ===
 
 
 @dataclass
@@ -1444,7 +1449,7 @@ def make_envs(args: Args, samples: int, players: Ranks, evaluation: bool = False
         return [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
 
 
-# === 8. Metrics, evaluation, why the ratio is stuck at 1 ===
+# === 8. Metrics, evaluation, diagnosis of the ratio ===
 
 
 def read_step(parts: list[dict], grad_norm: Tensor, n_tokens: int, ranks: Ranks) -> dict[str, float]:
@@ -1615,7 +1620,7 @@ def ratio_signals(actor, weights_before, experience, actor_steps, roles, args) -
     }
 
 
-# === 9. Ranks, sharding, building the models ===
+# === 9. Ranks, sharding, models, collecting samples ===
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -2003,7 +2008,7 @@ class Collector:
     def sample(self) -> Rollout:
         """The samples of iteration `state.iteration`; those of a prompt are adjacent."""
         args, state = self.args, self.state
-        seeds = [state.prompts + i // args.n_samples_per_prompt for i in range(self.N)]
+        seeds = [state.next_prompt + i // args.n_samples_per_prompt for i in range(self.N)]
         return self.play(self.envs, seeds, args, state.iteration, players=self.roles.players)
 
     def collect(self) -> tuple[Rollout, int]:
@@ -2046,18 +2051,18 @@ class TrainState:
     """What one iteration leaves to the next, besides weights and moments."""
 
     iteration: int = 0  # iterations done
-    prompts: int = 0  # prompts used; seed of the next one
+    next_prompt: int = 0  # its seed
     actor_steps: int = 0  # skipped ones included
     critic_steps: int = 0
     skipped_in_a_row: list = field(default_factory=lambda: [0, 0])  # of actor and critic
     last_cause: str | None = None  # of the diagnosis
     eval_before: dict | None = None
     ahead: Rollout | None = None  # of rollout ranks, for the next iteration
-    bytes: dict = field(default_factory=dict)  # sizes of the *.jsonl files
+    file_sizes: dict = field(default_factory=dict)  # of *.jsonl, in bytes
 
     def advance(self, args: Args, actor_steps: list[dict], critic_steps: list[dict]) -> None:
         self.iteration += 1
-        self.prompts += args.rollout_batch_size
+        self.next_prompt += args.rollout_batch_size
         self.actor_steps += len(actor_steps)
         self.critic_steps += len(critic_steps)
         for i, steps in enumerate((actor_steps, critic_steps)):
@@ -2101,7 +2106,8 @@ class RunFolder:
         names = ("metrics", "completions")
         self.files = {name: open(self.path / f"{name}.jsonl", "a") for name in names}
         for name, file in self.files.items():
-            file.truncate(min(state.bytes.get(name, 0), file.tell()))  # the rest comes again
+            size = state.file_sizes.get(name, 0)
+            file.truncate(min(size, file.tell()))  # what came after will be written again
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
 
     def append(self, name: str, row: dict) -> None:
@@ -2208,7 +2214,7 @@ def save_checkpoint(run: RunFolder, saved: dict, state: TrainState, args: Args, 
         trainers.gather(None)  # wait for all
         if RANK > 0:
             return
-        state.bytes = {name: file.tell() for name, file in run.files.items()}
+        state.file_sizes = {name: file.tell() for name, file in run.files.items()}
         found = partial.rglob("*.safetensors")
         files = {str(file.relative_to(partial)): file.stat().st_size for file in found}
         plain = lambda x: x.tolist() if isinstance(x, Tensor) else vars(x)  # of state.ahead

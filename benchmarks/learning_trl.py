@@ -7,7 +7,7 @@
 All sides start from the same warm-started checkpoint of a seed and get the same prompts and reward, batch size, epochs,
 generation length and temperature. `matched` is ours as near to TRL as flags go: its minibatches of 128, learning rate,
 for actor and critic alike, decaying to 0, KL, clip ranges, GAE. `defaults` has ours. No flag removes: TRL's loss is a
-sum of both losses with one clipped gradient norm; it averages over the tokens of a microbatch, which is a minibatch
+sum of both losses, of which no gradient is clipped; it averages over the tokens of a microbatch, which is a minibatch
 here, over all response positions for the critic; and it places the reward one position behind EOS. Every 2,560
 samples the policy answers the same 512 held-out prompts, sampled at temperature 1, by the same code for all sides.
 """
