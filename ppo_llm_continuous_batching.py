@@ -26,7 +26,7 @@ Layout. Rows start at index 0 and are right-padded. Everything is stored at the 
 `mask[b, t]` is 1 if the actor sampled token t, `logprobs[b, t]` = log pi(token t | tokens < t),
 `values[b, t]` = V(tokens < t). Dimensions: B rows, T tokens, S cache positions, H / Hkv heads, D
 head size, V vocabulary, N samples of a rollout; n tokens of a microbatch, m of them sampled.
-Compute is sharded over ranks, experience is replicated.
+Compute is sharded over ranks, experience is replicated. `# FORK:` marks where people edit.
 """
 
 from __future__ import annotations
@@ -260,9 +260,23 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 # === 3. Training loop ===
 
 
+class Microbatch(types.SimpleNamespace):
+    """The n tokens of B samples, one after the other without padding, of which m were sampled.
+
+    `tokens` [n], `positions` [n] in their sample, `layout`: where attention pads, see `pad`.
+    `sampled` [m]: indices in n; `stored` [m]: indices in N * T of the experience, whose other
+    fields the microbatch has of the sampled tokens alone: `old_logprobs` [m], ..., `mask` of ones.
+
+    `sampled_logprobs` and `sampled_values` shift by one, and nothing else in training does: the
+    output at t - 1, of the same sample, since that starts with a prompt, predicts token t and
+    values the state before it.
+        tokens [a b C D | a E]   mask [0 0 1 1 0 1]   ->   sampled [2 3 5], predicted at [1 2 4]
+    """
+
+
 @dataclass(frozen=True)
 class Experience:
-    """All that an iteration stores about its N samples. `dataclasses.replace` changes fields."""
+    """A Rollout (section 4) on the device, and what is computed from it before the updates."""
 
     tokens: Tensor  # [N, T]
     mask: Tensor  # [N, T] bool
@@ -313,21 +327,11 @@ class Experience:
         return Microbatch(**mb, positions=position, layout=layout, sampled=sampled, stored=stored)
 
 
-class Microbatch(types.SimpleNamespace):
-    """The n tokens of B samples, one after the other without padding, of which m were sampled.
-
-    `tokens` [n], `positions` [n] in their sample, `layout`: where attention pads, see `pad`.
-    `sampled` [m]: indices in n; `stored` [m]: indices in N * T of the experience, whose other
-    fields the microbatch has of the sampled tokens alone: `old_logprobs` [m], ..., `mask` of ones.
-
-    The next two functions shift by one, and nothing else in training does: the output at t - 1,
-    of the same sample, since that starts with a prompt, predicts token t and values the state before.
-        tokens [a b C D | a E]   mask [0 0 1 1 0 1]   ->   sampled [2 3 5], predicted at [1 2 4]
-    """
-
-
 def sampled_logprobs(model: Transformer, mb: Microbatch, temperature: float):
-    """Log-probs [m] of the sampled tokens, entropy [m] of the distributions they came from."""
+    """Log-probs [m] of the sampled tokens, entropy [m] of the distributions they came from.
+
+    That is what the model returns if it gets `targets`; without them logits, the critic values.
+    """
     return model(mb.tokens, mb.positions, select=mb.sampled - 1, targets=mb.tokens[mb.sampled],
                  temperature=temperature, layout=mb.layout)  # fmt: skip
 
@@ -398,7 +402,7 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
     advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
     if advantage_std >= 1e-6:  # else only rounding errors would grow
         advantages = masked_whiten(advantages, mask)
-    if args.rollout_is_cap:  # truncated importance weights
+    if args.rollout_is_cap:  # truncated importance weights, which whitening would rescale
         advantages *= (old_logprobs - experience.logprobs).exp().clamp(max=args.rollout_is_cap)
     experience = dataclasses.replace(
         experience, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values, returns=returns,
@@ -444,9 +448,9 @@ def train(args: Args) -> dict:
 
 
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
-    # --- Set-up: ranks by role (trainers hold the actor or the critic, by default all hold both;
-    # players sample), environments, models and optimizers (None on ranks that do not hold them),
-    # the state of a resumed run, the run folder, the accuracy before PPO
+    # --- Set-up: ranks by role (actors and critics hold that model, by default all hold both;
+    # trainers are both; players sample), environments, models and optimizers (None on ranks that
+    # do not hold them), the state of a resumed run, the run folder, the accuracy before PPO
     plan = validate(args, WORLD_SIZE)
     roles, dtype = connect(args)
     world, trainers, actors, critics, _ = roles
@@ -490,14 +494,14 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         for epoch in range(args.critic_epochs if critic else 0):
             for n_tokens, minibatch in shuffled_minibatches(experience, critics, args, iteration, epoch):
                 parts = []
-                for mb in minibatch:  # microbatches, whose gradients add up
+                for mb in minibatch:  # microbatches; gradients add up, over ranks, too
                     newvalues = sampled_values(critic, mb)
                     # FORK: value loss.
                     v_loss = value_loss(newvalues, mb.values, mb.returns, mb.mask, args.value_clip, n_tokens)
                     v_loss.backward()
                     parts.append({"value_loss": v_loss})
                 grad_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
-                step = read_step(parts, grad_norm, n_tokens, critics)
+                step = read_step(parts, grad_norm, n_tokens, critics)  # sums, norm, "skipped"
                 done = state.critic_steps + len(critic_steps)
                 step["lr"] = linear_schedule(args.critic_lr, args.lr_end, done, plan.critic_steps_total)
                 optimizer_step(critic_optimizer, step)
@@ -519,7 +523,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                     part["dev_max"] = torch.maximum(part.pop("ratio_max") - 1, 1 - part.pop("ratio_min"))
                     part |= {"policy_loss": pg_loss, "entropy": entropy.sum() / n_tokens}
                     loss = pg_loss - args.entropy_coef * part["entropy"]
-                    if args.kl_in == "loss":
+                    if args.kl_in == "loss" and reference:
                         kls = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_estimator)
                         part["kl_loss"] = kls.sum() / n_tokens
                         loss = loss + args.kl_coef * part["kl_loss"]
@@ -590,7 +594,7 @@ class Rollout:
     logprobs: Tensor  # [N, T] log-prob when sampled, 0 outside the mask
     rewards: Tensor  # [N, T] a turn's on its last sampled token, dense ones where they were earned
     lengths: Tensor  # [N]
-    stop: list[str]  # "eos": ended; "length": cut at max_new_tokens; "env": cut by the environment
+    stop: list[str]  # "eos": terminated; "length": cut at max_new_tokens; "env": truncated by it
     texts: list[str]  # what followed the prompt
     stats: dict[str, float]
     prompts: list[str]
@@ -680,7 +684,7 @@ class Slots:
         self.length = zeros(B, dtype=torch.int64)
         self.limit = zeros(B, dtype=torch.int64)
         self.alive = zeros(B, dtype=torch.bool)  # still decoding
-        self.keys = zeros(B, dtype=torch.int32)  # see sampling_noise
+        self.noise_keys = zeros(B, dtype=torch.int32)  # see sampling_noise
         self.stop_ids = torch.tensor(stop_ids, device=device)
 
 
@@ -692,7 +696,7 @@ def decode_step(actor: Transformer, cache: KVCache, slots: Slots, temperature: f
     logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
     preference = logprobs
     if not greedy:  # argmax of p / exponential noise draws from p; multinomial would block the host
-        preference = logprobs.exp() / sampling_noise(slots.keys, slots.length, logits.shape[1])
+        preference = logprobs.exp() / sampling_noise(slots.noise_keys, slots.length, logits.shape[1])
     token = preference.argmax(dim=-1, keepdim=True)  # [B, 1]
     index = torch.where(slots.alive, slots.length, cache.scratch)[:, None]  # [B, 1]
     slots.tokens.scatter_(1, index, token)
@@ -757,7 +761,7 @@ def begin_turn(slots: Slots, episodes: dict[int, Episode]) -> None:
     slots.tokens[rows, length - 1] = newest
     slots.length[rows] = length
     slots.limit[rows] = limit
-    slots.keys[rows] = keys.int()
+    slots.noise_keys[rows] = keys.int()
     slots.alive[rows] = True
 
 
@@ -2019,7 +2023,7 @@ class Collector:
     def sample_ahead(self) -> None:
         """After state.advance: --rollout-ranks finish the next samples, with weights they have."""
         if self.args.rollout_ranks and self.state.iteration < self.args.num_iterations:
-            self.state.ahead = self.sample()  # the trainers wait
+            self.state.ahead = self.sample()  # trainers, after their updates, wait for them
 
     def publish_weights(self) -> None:
         """Copy the actor's weights to every rank's sampler."""
