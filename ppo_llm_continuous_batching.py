@@ -260,6 +260,22 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 # === 3. Training loop ===
 
 
+@dataclass
+class Rollout:
+    """N samples of up to T tokens, on the CPU."""
+
+    tokens: Tensor  # [N, T] prompt, response, text of the environment, padding
+    mask: Tensor  # [N, T] bool: sampled by the actor
+    logprobs: Tensor  # [N, T] log-prob when sampled, 0 outside the mask
+    rewards: Tensor  # [N, T] a turn's on its last sampled token, dense ones where they were earned
+    lengths: Tensor  # [N]
+    stop: list[str]  # "eos": terminated; "length": cut at max_new_tokens; "env": truncated by it
+    texts: list[str]  # what followed the prompt
+    stats: dict[str, float]
+    prompts: list[str]
+    success: list[bool]  # info["success"] of the last step, else sum of rewards > 0
+
+
 class Microbatch(types.SimpleNamespace):
     """The n tokens of B samples, one after the other without padding, of which m were sampled.
 
@@ -276,13 +292,13 @@ class Microbatch(types.SimpleNamespace):
 
 @dataclass(frozen=True)
 class Experience:
-    """A Rollout (section 4) on the device, and what is computed from it before the updates."""
+    """A Rollout on the device, and what is computed from it before the updates."""
 
     tokens: Tensor  # [N, T]
     mask: Tensor  # [N, T] bool
     logprobs: Tensor  # [N, T] of the sampler
     rewards: Tensor  # [N, T]
-    truncated: Tensor  # [N] bool
+    truncated: Tensor  # [N] bool: stop is not "eos"
     lengths: Tensor  # [N] on the CPU
     old_logprobs: Tensor | None = None  # [N, T], like the next four; 0 outside the mask
     ref_logprobs: Tensor | None = None
@@ -367,8 +383,8 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
     experience = Experience.from_rollout(batch, device)
     mask = experience.mask
 
-    # --- Old log-probs, reference log-probs, values.
-    # The forward that recomputes old log-probs computes the new ones: the first ratio is 1
+    # --- Old log-probs, reference log-probs, values. The same forward computes old and new
+    # log-probs, so the first ratio is 1
     score = functools.partial(forward_all, experience=experience, trainers=roles.trainers, args=args)
     logprobs_of = lambda model, mb: sampled_logprobs(model, mb, args.temperature)[0]
     old_logprobs = experience.logprobs
@@ -379,7 +395,8 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
         ref_logprobs = score(reference, logprobs_of, ranks=roles.actors)
     values = score(critic, sampled_values, ranks=roles.critics)
 
-    # --- Rewards [N, T]: of turns and dense ones, missing-EOS penalty on the last token, KL on all
+    # --- Rewards [N, T]: of turns and dense ones, missing-EOS penalty on the last token, KL on every
+    # sampled token
     rewards = experience.rewards.clone()
     samples = torch.arange(len(experience), device=device)
     last = upload(batch.lengths - 1, device)  # [N] index of the last token
@@ -448,9 +465,9 @@ def train(args: Args) -> dict:
 
 
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
-    # --- Set-up: ranks by role (actors and critics hold that model, by default all hold both;
-    # trainers are both; players sample), environments, models and optimizers (None on ranks that
-    # do not hold them), the state of a resumed run, the run folder, the accuracy before PPO
+    # --- Set-up: ranks by role (actors and critics hold that model, trainers are both, players
+    # sample; by default every rank is all of these), environments, models and optimizers (None on
+    # ranks that do not hold them), state of a resumed run, run folder, accuracy before PPO
     plan = validate(args, WORLD_SIZE)
     roles, dtype = connect(args)
     world, trainers, actors, critics, _ = roles
@@ -489,7 +506,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         experience, advantage_std = make_experience(batch, (actor, critic, reference), tokenizer, roles, args)
         clock.append(time.time())
 
-        # --- Critic epochs. What the actor needs is frozen: the order does not matter
+        # --- Critic epochs; they could as well come after the actor's, whose inputs are frozen
         critic_steps = []  # statistics of each optimizer step
         for epoch in range(args.critic_epochs if critic else 0):
             for n_tokens, minibatch in shuffled_minibatches(experience, critics, args, iteration, epoch):
@@ -545,7 +562,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         if args.ref_sync_every and (iteration + 1) % args.ref_sync_every == 0 and reference:
             sync_reference(reference, actor, args)
 
-        # --- New weights to the samplers, diagnosis, log, checkpoint
+        # --- New weights to the samplers; diagnosis, on which no training depends; log, checkpoint
         actor_steps = trainers.gather(actor_steps)[0]  # the first rank always trains the actor,
         critic_steps = trainers.gather(critic_steps)[-1]  # the last trainer the critic
         state.advance(args, actor_steps, critic_steps)
@@ -583,22 +600,6 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 # steps, its slot idles.
 
 PATIENCE = 0.5  # seconds per rollout to wait for answers while rows could decode, for instant ones
-
-
-@dataclass
-class Rollout:
-    """N samples of up to T tokens, on the CPU."""
-
-    tokens: Tensor  # [N, T] prompt, response, text of the environment, padding
-    mask: Tensor  # [N, T] bool: sampled by the actor
-    logprobs: Tensor  # [N, T] log-prob when sampled, 0 outside the mask
-    rewards: Tensor  # [N, T] a turn's on its last sampled token, dense ones where they were earned
-    lengths: Tensor  # [N]
-    stop: list[str]  # "eos": terminated; "length": cut at max_new_tokens; "env": truncated by it
-    texts: list[str]  # what followed the prompt
-    stats: dict[str, float]
-    prompts: list[str]
-    success: list[bool]  # info["success"] of the last step, else sum of rewards > 0
 
 
 @dataclass(eq=False)
