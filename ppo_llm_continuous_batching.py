@@ -130,7 +130,7 @@ class Args:
     entropy_coef: float = 0.0  # weight of the entropy bonus
     target_kl: float | None = None  # actor steps end when approx_kl exceeds it
     recompute_old_logprobs: bool = True  # if off, use the sampler's
-    rollout_is_cap: float | None = None  # of pi_old / pi_sampler; 0: off; default 2 with rollout ranks
+    rollout_is_cap: float | None = None  # cap of pi_old / pi_sampler; 0: off; rollout ranks: 2
     kl_coef: float | None = None  # KL to reference; default 0.02, with --model 0.01
     kl_in: Literal["reward", "loss"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1, in the loss k3
@@ -246,7 +246,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, d
 
 
 def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tensor:
-    """Half the squared error, of values clipped to old_values +- clip if larger; sum / denom."""
+    """Half the squared error, or that of values clipped to old_values +- clip if larger; sum / denom."""
     mask = mask.bool()
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     losses = (values - returns).square()
@@ -338,7 +338,7 @@ class Experience:
         stored = index[sampled]  # [m] in N * T
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         mb = {k: x.flatten()[stored] for k, x in fields.items() if x is not None and x.ndim == 2}
-        mb["tokens"] = self.tokens.flatten()[index]
+        mb["tokens"] = self.tokens.flatten()[index]  # [n], for the forward
         layout = (place, B, T)
         return Microbatch(**mb, positions=position, layout=layout, sampled=sampled, stored=stored)
 
@@ -395,11 +395,10 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
         ref_logprobs = score(reference, logprobs_of, ranks=roles.actors)
     values = score(critic, sampled_values, ranks=roles.critics)
 
-    # --- Rewards [N, T]: of turns and dense ones, missing-EOS penalty on the last token, KL on every
-    # sampled token
+    # --- Rewards [N, T]: of turns, dense ones, missing-EOS penalty on the last token, KL on each
     rewards = experience.rewards.clone()
     samples = torch.arange(len(experience), device=device)
-    last = upload(batch.lengths - 1, device)  # [N] index of the last token
+    last = upload(batch.lengths - 1, device)  # [N] index of the last token, always a sampled one
     stop_ids = upload(torch.tensor(tokenizer.stop_ids), device)
     no_eos = ~torch.isin(experience.tokens[samples, last], stop_ids)  # [N]
     rewards[samples, last] -= args.missing_eos_penalty * no_eos
@@ -468,7 +467,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     # --- Set-up: ranks by role (actors and critics hold that model, trainers are both, players
     # sample; by default every rank is all of these), environments, models and optimizers (None on
     # ranks that do not hold them), state of a resumed run, run folder, accuracy before PPO
-    plan = validate(args, WORLD_SIZE)
+    plan = validate(args, WORLD_SIZE)  # fills in the flags that are None, too
     roles, dtype = connect(args)
     world, trainers, actors, critics, _ = roles
     N = args.rollout_batch_size * args.n_samples_per_prompt  # samples of an iteration
@@ -490,14 +489,14 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     state.eval_before = state.eval_before or evaluate(collector.play, eval_envs, args, state.iteration)
     run.print_results("before", state.eval_before)
     interrupt = 0  # number of a signal that ends the run
-    if trainers.index is None:  # a rollout rank: a loop of its own
+    if trainers.index is None:  # a rollout rank: its own loop, to the end, instead of the next
         interrupt = collector.run()
 
     while state.iteration < args.num_iterations and not interrupt:
         iteration = state.iteration
         clock = [time.time()]  # ends of phases
 
-        # --- Rollout: every rank plays some episodes and gets all of them
+        # --- Rollout: each of the players plays some episodes, every rank gets all of them
         batch, age = collector.collect()  # age of the weights that sampled, in iterations
         # FORK: which samples train. batch = select(batch, indices, plan)
         clock.append(time.time())
@@ -528,7 +527,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         # --- Actor epochs; none during critic warm-up
         warmup = iteration < args.critic_warmup_iterations
         actor_steps, early_stop = [], False
-        weights_before = probe_weights(actor)
+        weights_before = probe_weights(actor)  # for the diagnosis
         for epoch in range(args.ppo_epochs if actor and not warmup else 0):
             for n_tokens, minibatch in shuffled_minibatches(experience, actors, args, iteration, epoch):
                 parts = []
@@ -537,6 +536,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                     # FORK: policy loss.
                     pg_loss, part = policy_loss(newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,
                                                 args.clip_low, args.clip_high, args.dual_clip, n_tokens)
+                    # max |ratio - 1|
                     part["dev_max"] = torch.maximum(part.pop("ratio_max") - 1, 1 - part.pop("ratio_min"))
                     part |= {"policy_loss": pg_loss, "entropy": entropy.sum() / n_tokens}
                     loss = pg_loss - args.entropy_coef * part["entropy"]
@@ -563,8 +563,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
             sync_reference(reference, actor, args)
 
         # --- New weights to the samplers; diagnosis, on which no training depends; log, checkpoint
-        actor_steps = trainers.gather(actor_steps)[0]  # the first rank always trains the actor,
-        critic_steps = trainers.gather(critic_steps)[-1]  # the last trainer the critic
+        actor_steps = trainers.gather(actor_steps)[0]  # the first trainer holds the actor
+        critic_steps = trainers.gather(critic_steps)[-1]  # the last one holds the critic
         state.advance(args, actor_steps, critic_steps)
         collector.sample_ahead()  # waits for --rollout-ranks
         collector.publish_weights()
@@ -580,7 +580,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         run.log(metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock),
                 batch, experience, diagnosis)  # fmt: skip
         if diagnosis.cause == "forward_mismatch" and signals["first_dev"] > 1e-2:
-            if state.actor_steps == len(actor_steps):  # of the first updates
+            if state.actor_steps == len(actor_steps):  # in the first updates: do not go on
                 raise UserError(f"the first ratio is off: {diagnosis.advice} ({diagnosis.evidence})")
         at_end = state.iteration == args.num_iterations
         if interrupt or (args.save_every and (at_end or state.iteration % args.save_every == 0)):
@@ -810,7 +810,7 @@ def envs_needed(args: Args, samples: int) -> int:
 def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
     """Sample an episode for each of `seeds` [N], rollout_slots, or len(envs), at a time.
 
-    `actor` is the sampler. `sample_ids` [N] and `iteration` choose the noise. Raises UserError.
+    `actor` is the sampler. `sample_ids` [N] and `iteration` (below 0: evaluation) choose the noise.
     """
     N, S = len(seeds), args.max_prompt_tokens + args.max_new_tokens
     B, weight = min(args.rollout_slots, len(envs), N), actor.model.norm.weight

@@ -35,7 +35,7 @@ TASKS = {
     "sums": SUMS | dict(num_iterations=28),
     "sums, fast": SUMS | dict(num_iterations=8, actor_lr=2e-5, critic_lr=2e-5),  # beside TRL
     "sums of two digits": SUMS | dict(env_kwargs='{"digits": 2}', num_iterations=24, actor_lr=2e-5, critic_lr=2e-5),
-    **{f"cheerful, KL {kl:g}": CHEERFUL | dict(kl_coef=kl) for kl in (0.0, 0.01, 0.05)},
+    **{f"cheerful, KL {kl:g}": CHEERFUL | dict(kl_coef=kl) for kl in (1e-4, 0.01, 0.05)},
 }
 HELD_OUT = {"Sums-v0": 100, "Cheerful-v0": 40}  # sampled answers
 
