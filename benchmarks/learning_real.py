@@ -35,7 +35,7 @@ TASKS = {
     "sums": SUMS | dict(num_iterations=28),
     "sums, fast": SUMS | dict(num_iterations=8, actor_lr=2e-5, critic_lr=2e-5),  # beside TRL
     "sums of two digits": SUMS | dict(env_kwargs='{"digits": 2}', num_iterations=24, actor_lr=2e-5, critic_lr=2e-5),
-    **{f"cheerful, KL {kl:g}": CHEERFUL | dict(kl_coef=kl) for kl in (1e-4, 0.01, 0.05)},
+    **{f"cheerful, KL {kl:g}": CHEERFUL | dict(kl_coef=kl) for kl in (0.0, 1e-4, 0.01, 0.05)},
 }
 HELD_OUT = {"Sums-v0": 100, "Cheerful-v0": 40}  # sampled answers
 
@@ -177,11 +177,12 @@ def report() -> None:
     for name, run in sorted(results.items()):
         first, last = run["points"][0], run["points"][-1]
         what = "reward" if name.startswith("cheerful") else "success"
-        kl = sum(row["objective/kl"] or 0 for row in run["rows"][-5:]) / 5
+        kl = [row["objective/kl"] for row in run["rows"][-5:]]
         seconds = sorted(row["time/iteration"] for row in run["rows"])[len(run["rows"]) // 2]
         causes = sorted({row.get("diagnosis") for row in run["rows"]} - {None})
         cells = [f"{point[kind][what]:.2f}" for kind in ("sampled", "greedy") for point in (first, last)]
-        common.line([*name.split("/"), *cells, f"{kl:.1f}", f"{seconds:.0f}", ", ".join(causes) or "none"])
+        kl = "" if None in kl else f"{sum(kl) / len(kl):.1f}"
+        common.line([*name.split("/"), *cells, kl, f"{seconds:.0f}", ", ".join(causes) or "none"])
     draw_sums(results)
     draw_cheerful({name: run for name, run in results.items() if name.startswith("cheerful")})
 
@@ -213,7 +214,8 @@ def draw_cheerful(results: dict) -> None:
     for i, (name, run) in enumerate(sorted(results.items())):
         kl, reward = ([row[key] for row in run["rows"]] for key in ("objective/kl", "objective/reward"))
         label = name.split("/")[0]
-        axes.plot(kl, reward, "o-", markersize=3, label=label)
+        if None not in kl:  # without a KL there is no reference to measure it
+            axes.plot(kl, reward, "o-", markersize=3, label=label)
         for point in (run["points"][-1:] if i else [run["points"][0], run["points"][-1]]):
             answers = point["sampled"]
             for prompt, response in list(zip(answers["prompts"], answers["responses"], strict=True))[:4]:
