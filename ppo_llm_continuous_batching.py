@@ -218,9 +218,9 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tup
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip=None, denom=None):
     """Clipped surrogate (https://arxiv.org/abs/1707.06347 eq. 7).
 
-    With dual_clip as in https://arxiv.org/abs/1912.09729, eq. 5.
-    All of one shape. Returns (loss, stats), sums over mask / denom (default mask.sum()): with the
-    token count of the minibatch they add up over microbatches and ranks, but for ratio_max, ratio_min.
+    dual_clip: https://arxiv.org/abs/1912.09729, eq. 5. All of one shape. Returns (loss, stats),
+    sums over mask / denom (default mask.sum()): with the token count of the minibatch they add up
+    over microbatches and ranks, but for ratio_max and ratio_min.
     """
     mask = mask.bool()
     denom = mask.sum().clamp(min=1) if denom is None else denom
@@ -311,7 +311,6 @@ class Experience:
     @classmethod
     def from_rollout(cls, batch: Rollout, device: torch.device) -> Experience:
         truncated = torch.tensor([stop != "eos" for stop in batch.stop])
-        # FORK: which tokens train: batch.mask. A reward outside of it is lost.
         tensors = (batch.tokens, batch.mask, batch.logprobs, batch.rewards, truncated)
         return cls(*(x.to(device) for x in tensors), lengths=batch.lengths)
 
@@ -364,10 +363,9 @@ def forward_all(model, function, experience, ranks, trainers, args, some=slice(N
     The `ranks` that hold the model compute a share each, all `trainers` get the sum.
     """
     out = torch.zeros(experience.tokens.shape, device=experience.tokens.device)
-    samples, parts = torch.arange(len(experience))[some], []
-    if model:
-        parts = microbatches(samples, experience.lengths, ranks, args.micro_batch_tokens)
-    for rows in progress(parts, "scoring, microbatches"):
+    samples = torch.arange(len(experience))[some]
+    mine = microbatches(samples, experience.lengths, ranks, args.micro_batch_tokens) if model else []
+    for rows in progress(mine, "scoring, microbatches"):
         mb = experience.microbatch(rows)
         out.view(-1)[mb.stored] = function(model, mb).float()
     return trainers.all_reduce(out)
@@ -380,6 +378,7 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
     """
     actor, critic, reference = models
     device = roles.world.device
+    # FORK: tokens to train: dataclasses.replace(batch, mask=mask, logprobs=batch.logprobs * mask)
     experience = Experience.from_rollout(batch, device)
     mask = experience.mask
 
@@ -406,13 +405,14 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
     scores = rewards.sum(1)  # [N], logged
     if args.kl_in == "reward":
         rewards -= args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
+    if rewards[~mask].any():
+        raise UserError("GAE ignores rewards of tokens outside the mask: move them to others")
 
     # --- Advantages, whitened over the rollout; returns are not
     # FORK: advantages.
     bootstrap = None
     if args.bootstrap_truncated:  # V(state after the last token)
-        next_values = functools.partial(sampled_values, shift=0)
-        after = score(critic, next_values, ranks=roles.critics)  # [N, T]
+        after = score(critic, functools.partial(sampled_values, shift=0), ranks=roles.critics)  # [N, T]
         bootstrap = after[samples, last] * experience.truncated  # [N]
     advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
     advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
@@ -427,16 +427,16 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
 
 
 def shuffled_minibatches(experience: Experience, ranks: Ranks, args: Args, iteration, epoch):
-    """Yields (sampled tokens, this rank's microbatches), in an order of (seed, iteration, epoch)."""
+    """Yields (sampled tokens, microbatches of this rank); order of (seed, iteration, epoch)."""
     seed = ((args.seed * 1_000_003 + iteration) * 1_000_003 + epoch) % 2**63
     generator = torch.Generator().manual_seed(seed)
     # FORK: which samples make a minibatch.
     minibatches = torch.randperm(len(experience), generator=generator).split(args.train_batch_size)
     for rows in progress(minibatches, f"epoch {epoch + 1}, minibatches"):
         n_tokens = int(experience.cpu_mask[rows].sum())
-        parts = microbatches(rows, experience.lengths, ranks, args.micro_batch_tokens)
+        mine = microbatches(rows, experience.lengths, ranks, args.micro_batch_tokens)
         if n_tokens > 0:  # else there is nothing to learn
-            yield n_tokens, [experience.microbatch(part) for part in parts]
+            yield n_tokens, [experience.microbatch(mb_rows) for mb_rows in mine]
 
 
 def linear_schedule(first: float, end_fraction: float, step: int, total_steps: int) -> float:
@@ -446,7 +446,8 @@ def linear_schedule(first: float, end_fraction: float, step: int, total_steps: i
 
 def optimizer_step(optimizer: torch.optim.Optimizer, step: dict) -> None:
     """Skipped if the gradient is not finite."""
-    optimizer.param_groups[0]["lr"] = step["lr"]
+    for group in optimizer.param_groups:  # FORK: learning rates: groups with an "lr_scale"
+        group["lr"] = step["lr"] * group.get("lr_scale", 1.0)
     if not step["skipped"]:
         optimizer.step()
     optimizer.zero_grad()
@@ -488,9 +489,8 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     print0(memory_line(models, min(args.rollout_slots, -(-N // roles.players.size)), args))
     state.eval_before = state.eval_before or evaluate(collector.play, eval_envs, args, state.iteration)
     run.print_results("before", state.eval_before)
-    interrupt = 0  # number of a signal that ends the run
-    if trainers.index is None:  # a rollout rank: its own loop, to the end, instead of the next
-        interrupt = collector.run()
+    # A rollout rank runs a loop of its own, to the end. `interrupt`: a signal to stop, or 0
+    interrupt = collector.run() if trainers.index is None else 0
 
     while state.iteration < args.num_iterations and not interrupt:
         iteration = state.iteration
@@ -509,15 +509,15 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         critic_steps = []  # statistics of each optimizer step
         for epoch in range(args.critic_epochs if critic else 0):
             for n_tokens, minibatch in shuffled_minibatches(experience, critics, args, iteration, epoch):
-                parts = []
+                stats = []
                 for mb in minibatch:  # microbatches; gradients add up, over ranks, too
                     newvalues = sampled_values(critic, mb)
                     # FORK: value loss.
                     v_loss = value_loss(newvalues, mb.values, mb.returns, mb.mask, args.value_clip, n_tokens)
                     v_loss.backward()
-                    parts.append({"value_loss": v_loss})
+                    stats.append({"value_loss": v_loss})
                 grad_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
-                step = read_step(parts, grad_norm, n_tokens, critics)  # sums, norm, "skipped"
+                step = read_step(stats, grad_norm, n_tokens, critics)  # sums, norm, "skipped"
                 done = state.critic_steps + len(critic_steps)
                 step["lr"] = linear_schedule(args.critic_lr, args.lr_end, done, plan.critic_steps_total)
                 optimizer_step(critic_optimizer, step)
@@ -530,24 +530,24 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         weights_before = probe_weights(actor)  # for the diagnosis
         for epoch in range(args.ppo_epochs if actor and not warmup else 0):
             for n_tokens, minibatch in shuffled_minibatches(experience, actors, args, iteration, epoch):
-                parts = []
+                stats = []
                 for mb in minibatch:
                     newlogprobs, entropy = sampled_logprobs(actor, mb, args.temperature)
                     # FORK: policy loss.
-                    pg_loss, part = policy_loss(newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,
-                                                args.clip_low, args.clip_high, args.dual_clip, n_tokens)
-                    # max |ratio - 1|
-                    part["dev_max"] = torch.maximum(part.pop("ratio_max") - 1, 1 - part.pop("ratio_min"))
-                    part |= {"policy_loss": pg_loss, "entropy": entropy.sum() / n_tokens}
-                    loss = pg_loss - args.entropy_coef * part["entropy"]
+                    pg_loss, mb_stats = policy_loss(newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,
+                                                    args.clip_low, args.clip_high, args.dual_clip, n_tokens)
+                    mb_stats["dev_max"] = torch.maximum(  # max |ratio - 1|
+                        mb_stats.pop("ratio_max") - 1, 1 - mb_stats.pop("ratio_min"))
+                    mb_stats |= {"policy_loss": pg_loss, "entropy": entropy.sum() / n_tokens}
+                    loss = pg_loss - args.entropy_coef * mb_stats["entropy"]
                     if args.kl_in == "loss" and reference:
                         kls = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_estimator)
-                        part["kl_loss"] = kls.sum() / n_tokens
-                        loss = loss + args.kl_coef * part["kl_loss"]
+                        mb_stats["kl_loss"] = kls.sum() / n_tokens
+                        loss = loss + args.kl_coef * mb_stats["kl_loss"]
                     loss.backward()
-                    parts.append(part)
+                    stats.append(mb_stats)
                 grad_norm = nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm)
-                step = read_step(parts, grad_norm, n_tokens, actors)
+                step = read_step(stats, grad_norm, n_tokens, actors)
                 early_stop = args.target_kl is not None and step["approx_kl"] > args.target_kl
                 if early_stop:  # before the step
                     actor_optimizer.zero_grad()
@@ -818,7 +818,7 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
     prompts = KVCache(actor.config, max(1, B // 4), args.max_prompt_tokens, weight.dtype, weight.device)
     slots = Slots(B, S, tokenizer.stop_ids, weight.device)
     keys = sample_keys(args.seed, iteration, sample_ids).tolist()
-    step = compiled_decode_step if args.compile == "on" else decode_step
+    decode = compiled_decode_step if args.compile == "on" else decode_step
     K = 8 if weight.is_cuda else 1  # decode steps between host syncs
     episodes = []  # all so far, by sample
     ahead, staged = [], {}  # those that have no slot yet, see fill_slots
@@ -857,7 +857,7 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
 
         # Decode
         for _ in range(K):
-            step(actor, cache.view(max(decoding.values())), slots, args.temperature, greedy)
+            decode(actor, cache.view(max(decoding.values())), slots, args.temperature, greedy)
             decoding = {slot: length + 1 for slot, length in decoding.items()}
         steps += K
         alive = slots.alive.tolist()  # the host waits for the device
@@ -1457,18 +1457,18 @@ def make_envs(args: Args, samples: int, players: Ranks, evaluation: bool = False
 # === 8. Metrics, evaluation, diagnosis of the ratio ===
 
 
-def read_step(parts: list[dict], grad_norm: Tensor, n_tokens: int, ranks: Ranks) -> dict[str, float]:
-    """Statistics of an optimizer step, from `parts` {name: scalar tensor} of its microbatches.
+def read_step(stats: list[dict], grad_norm: Tensor, n_tokens: int, ranks: Ranks) -> dict[str, float]:
+    """Statistics of an optimizer step, from `stats` {name: scalar tensor} of its microbatches.
 
     They are sums / n_tokens and add up, over ranks, too; of names ending in _max the maximum is taken.
     """
-    if any(not isinstance(x, Tensor) or x.ndim > 0 for part in parts for x in part.values()):
+    if any(not isinstance(x, Tensor) or x.ndim > 0 for mb_stats in stats for x in mb_stats.values()):
         raise UserError("statistics must be scalar tensors: sums / n_tokens, or maxima named *_max")
-    table = torch.stack([torch.stack([x.detach().double() for x in part.values()]) for part in parts])
-    sums = ranks.all_reduce(table.sum(0))  # [names]
-    maxima = ranks.all_reduce(table.amax(0), dist.ReduceOp.MAX)
+    table = [torch.stack([x.detach().double() for x in mb_stats.values()]) for mb_stats in stats]
+    sums = ranks.all_reduce(torch.stack(table).sum(0))  # [names]
+    maxima = ranks.all_reduce(torch.stack(table).amax(0), dist.ReduceOp.MAX)
     numbers = torch.cat((sums, maxima, full(grad_norm)[None])).tolist()  # the host waits
-    step, maxima, norm = dict(zip(parts[0], numbers)), numbers[len(sums) :], numbers[-1]
+    step, maxima, norm = dict(zip(stats[0], numbers)), numbers[len(sums) :], numbers[-1]
     step |= {name: x for name, x in zip(step, maxima) if name.endswith("_max")}
     return step | {"tokens": n_tokens, "grad_norm": norm, "skipped": not math.isfinite(norm)}
 
@@ -1482,13 +1482,13 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, signals, 
         "charts/actor_steps": state.actor_steps,
         "objective/reward": float(experience.scores.mean()),
         "objective/accuracy": sum(batch.success) / N,
-        "objective/response_tokens": signals["tokens"] / N,
+        "objective/response_tokens": int(batch.mask.sum()) / N,
         "objective/entropy": -float(masked_mean(experience.old_logprobs, mask)),
         "objective/truncated": float(experience.truncated.float().mean()),
         "objective/kl": float(experience.kl.mean()) if args.kl_coef else None,
         "losses/explained_variance": float(1 - (returns - values).var() / returns.var()),
         "time/iteration": seconds,
-        "perf/response_tokens_per_second": signals["tokens"] / seconds,
+        "perf/response_tokens_per_second": int(batch.mask.sum()) / seconds,
     }
     if torch.cuda.is_initialized():
         row["perf/peak_memory_bytes"] = torch.cuda.max_memory_allocated()
@@ -1564,7 +1564,7 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     if stuck and s.planned == s.steps == 1 and moved:
         return because("one_update_by_design", advice="correct; more epochs make it move")
     if stuck and s.adv_raw_std < 1e-6:
-        return because("advantage_zero", advice="constant reward, or rewards outside the mask")
+        return because("advantage_zero", advice="constant reward? no signal is left")
     if stuck and s.grad_norm == 0:
         return because("no_grad_to_actor", advice="detached log-probs or frozen parameters")
     if stuck and s.changed_frac == 0 and s.lr > 1e-10:
@@ -1941,13 +1941,13 @@ def warm_start(actor: Transformer, tokenizer, env: gym.Env, args: Args, actors: 
             episode.extend(answer[: args.max_new_tokens], [0.0] * min(len(answer), args.max_new_tokens))
             episodes.append(episode)
         batch = Experience.from_rollout(collect(episodes, tokenizer, {}), actors.device)
-        n_tokens, parts, samples = int(batch.cpu_mask.sum()), [], torch.arange(len(batch))
+        n_tokens, stats, samples = int(batch.cpu_mask.sum()), [], torch.arange(len(batch))
         for rows in microbatches(samples, batch.lengths, actors, args.micro_batch_tokens):
             loss = -sampled_logprobs(actor, batch.microbatch(rows), 1.0)[0].sum() / n_tokens
             loss.backward()
-            parts.append({"loss": loss})
+            stats.append({"loss": loss})
         grad_norm = nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm)
-        step = read_step(parts, grad_norm, n_tokens, actors)
+        step = read_step(stats, grad_norm, n_tokens, actors)
         step["lr"] = linear_schedule(args.sft_lr, 0.0, i, args.sft_steps)
         optimizer_step(optimizer, step)
     print0(f"warm start: {args.sft_steps} steps, loss {step['loss']:.3f} a token")
@@ -2000,18 +2000,18 @@ class Collector:
 
     def play(self, envs, seeds, args, iteration, greedy=False, players=None) -> Rollout:
         """`rollout` of `seeds` [N]: each of `players` (default all) plays some; all get all."""
-        world, part = self.roles.world, None
+        world, mine = self.roles.world, None
         players = players or world
         if players.index is not None:
             first = len(seeds) * players.index // players.size
             last = len(seeds) * (players.index + 1) // players.size
             if first < last:  # there may be fewer samples than ranks
-                part = rollout(self.sampler, self.tokenizer, envs, seeds[first:last],
+                mine = rollout(self.sampler, self.tokenizer, envs, seeds[first:last],
                                range(first, last), args, iteration, greedy)  # fmt: skip
-        return concatenate([each for each in world.gather(part) if each])
+        return concatenate([each for each in world.gather(mine) if each])
 
     def sample(self) -> Rollout:
-        """The samples of iteration `state.iteration`; those of a prompt are adjacent."""
+        """The samples of iteration `state.iteration`, which chooses the noise; those of a prompt adjoin."""
         args, state = self.args, self.state
         seeds = [state.next_prompt + i // args.n_samples_per_prompt for i in range(self.N)]
         return self.play(self.envs, seeds, args, state.iteration, players=self.roles.players)
@@ -2265,7 +2265,7 @@ def load_checkpoint(path: Path, saved: dict) -> TrainState:
             raise ValueError(f"{name} differs in size from what was saved")
     for name, (model, optimizer, _) in saved.items():
         if optimizer and (path / name / "exp_avg").is_dir():
-            for p in optimizer.param_groups[0]["params"]:
+            for p in [p for group in optimizer.param_groups for p in group["params"]]:
                 zeros = functools.partial(torch.zeros_like, p.detach())
                 step = torch.zeros((), device=p.device)
                 optimizer.state[p] = {"exp_avg": zeros(), "exp_avg_sq": zeros(), "step": step}

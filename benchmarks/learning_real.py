@@ -31,10 +31,14 @@ RESULTS = Path(__file__).with_suffix(".json")
 SUMS = dict(env_id="Sums-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64, max_new_tokens=12)
 CHEERFUL = dict(env_id="Cheerful-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64,
                 max_new_tokens=48, num_iterations=16, actor_lr=2e-5, critic_lr=2e-5)  # fmt: skip
+TWO = SUMS | dict(env_kwargs='{"digits": 2}', num_iterations=24, actor_lr=2e-5, critic_lr=2e-5)
 TASKS = {
     "sums": SUMS | dict(num_iterations=28),
     "sums, fast": SUMS | dict(num_iterations=8, actor_lr=2e-5, critic_lr=2e-5),  # beside TRL
-    "sums of two digits": SUMS | dict(env_kwargs='{"digits": 2}', num_iterations=24, actor_lr=2e-5, critic_lr=2e-5),
+    "two digits": TWO,
+    "two digits, partial": TWO | dict(env_kwargs='{"digits": 2, "partial": true}'),
+    "two digits, curriculum": TWO | dict(env_kwargs='{"digits": 2, "curriculum": 512}'),
+    "two digits, both": TWO | dict(env_kwargs='{"digits": 2, "partial": true, "curriculum": 512}'),
     **{f"cheerful, KL {kl:g}": CHEERFUL | dict(kl_coef=kl) for kl in (0.0, 1e-4, 0.01, 0.05)},
 }
 HELD_OUT = {"Sums-v0": 100, "Cheerful-v0": 40}  # sampled answers

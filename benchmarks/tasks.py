@@ -25,19 +25,33 @@ def split_rows(rows: list, split: str) -> list:
 
 
 class Sums(gym.Env):
-    """Prompts "What is 8 + 9?", numbers of up to `digits` digits. Reward 1 if the last number of the answer is it."""
+    """Prompts "What is 8 + 9?", numbers of up to `digits` digits. Reward 1 if the last number of the answer is it.
 
-    def __init__(self, split: str = "train", digits: int = 1):
+    partial: a wrong number of the right length gets half the share of its digits that are right. curriculum: numbers
+    grow over this many prompts.
+    """
+
+    def __init__(self, split: str = "train", digits: int = 1, partial: bool = False, curriculum: int = 0):
         numbers = range(10**digits)
         self.rows = split_rows([(a, b) for a in numbers for b in numbers], split)
+        self.partial, self.curriculum = partial, curriculum if split == "train" else 0
+        if self.curriculum:
+            self.rows.sort(key=max)
 
     def reset(self, *, seed=None, options=None):
-        self.a, self.b = self.rows[(seed or 0) % len(self.rows)]
+        seed, row = seed or 0, (seed or 0) % len(self.rows)
+        if self.curriculum:  # from the first 64
+            known = 64 + len(self.rows) * seed // self.curriculum
+            row = random.Random(seed).randrange(min(known, len(self.rows)))
+        self.a, self.b = self.rows[row]
         return f"What is {self.a} + {self.b}?", {}
 
     def step(self, response):
-        numbers = re.findall(r"\d+", response.replace(",", ""))
-        return "", float(numbers[-1:] == [str(self.a + self.b)]), True, False, {}
+        number, right = (re.findall(r"\d+", response.replace(",", "")) or [""])[-1], str(self.a + self.b)
+        reward = float(number == right)
+        if self.partial and number != right and len(number) == len(right):
+            reward = sum(map(str.__eq__, number, right)) / len(right) / 2
+        return "", reward, True, False, {"success": number == right}
 
 
 class Cheerful(gym.Env):

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from test_distributed import finish, flags_of, start
-from test_train import SMALL
+from test_train import SMALL, changed
 
 pytestmark = pytest.mark.shared
 
@@ -142,7 +142,10 @@ def test_model_that_does_not_fit(ppo, tmp_path, parts, changes):
     refuse(ppo, tmp_path, path, *parts, model=str(path), **SIZES)
 
 
-def test_mistakes_of_forks_are_refused_and_their_flags_pass(ppo):
+def test_mistakes_of_forks_are_refused_and_their_flags_pass(ppo, tmp_path):
+    fewer = lambda batch: dataclasses.replace(batch, mask=batch.mask & (batch.rewards == 0))
+    with mock.patch.object(ppo, "rollout", changed(ppo.rollout, fewer)):
+        refuse(ppo, tmp_path, "rewards of tokens outside the mask", begun=True)
     with pytest.raises(ppo.UserError, match="sums / n_tokens"):
         ppo.read_step([{"entropy": 0.5}], torch.tensor(1.0), 4, ppo.Ranks(range(1), torch.device("cpu")))
     with pytest.raises(ppo.UserError, match="3 samples selected: must be 270"):

@@ -63,14 +63,6 @@ def assert_same(batch, expected):
     torch.testing.assert_close(batch.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
 
-def ideal_steps(lengths, slots):
-    """Each sample begins in the slot that is free first."""
-    ends = [0] * slots
-    for length in lengths:
-        heapq.heapreplace(ends, ends[0] + length)
-    return max(ends)
-
-
 # --- The same samples ---
 
 
@@ -129,7 +121,10 @@ def test_decode_steps_are_those_of_list_scheduling(play, seed, monkeypatch):
     batch = play(continuous, TextEnv, N, slots, lengths, envs=rng.choice([None, N, min(slots, N)]))
     blocks = [-(-length // K) for length in lengths]
     slots = min(slots, N)
-    ideal = K * ideal_steps(blocks, slots)
+    ends = [0] * slots
+    for length in blocks:  # each sample begins in the slot that is free first
+        heapq.heapreplace(ends, ends[0] + length)
+    ideal = K * max(ends)
     waves = K * sum(max(blocks[i : i + slots]) for i in range(0, N, slots))
     assert batch.mask.sum(1).tolist() == lengths
     assert batch.stats["rollout/decode_steps"] == ideal
