@@ -1,9 +1,9 @@
 r"""PPO for language models, in one file and in plain PyTorch.
 
 A language model (the actor) answers prompts, a text environment rewards the answers, and Proximal
-Policy Optimization (https://arxiv.org/abs/1707.06347) makes rewarded tokens more likely. A second
-transformer (the critic) predicts the reward still to come, and a frozen copy of the actor (the
-reference) limits how far it drifts.
+Policy Optimization (https://arxiv.org/abs/1707.06347) makes tokens of good answers more likely. A
+second transformer (the critic) predicts the reward still to come, and a frozen copy of the actor
+(the reference) limits how far it drifts.
 
     python ppo_llm.py           # a tiny model learns to sort digits, on the CPU, in two minutes
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
@@ -15,16 +15,16 @@ reference material: 5. transformer, 6. tokenizer and Hugging Face checkpoints, 7
 8. metrics, evaluation, diagnosis of the ratio, 9. ranks, sharding, models, collecting samples,
 10. run folder, saving, resuming.
 
-Terminology. The actor is the policy being trained, and it also samples, through a whole copy on
-every rank (the sampler). The old policy is the actor before the updates of an iteration; it exists
-only as `old_logprobs`. A sample is one episode: prompt, response, further turns. An iteration is
-one rollout and all updates on it, a minibatch is one optimizer step, a microbatch one forward and
-backward pass.
+Terminology. The actor is the policy being trained. An unsharded copy of it on every rank samples
+(the sampler). The old policy is the actor before the updates of an iteration; it exists only as
+`old_logprobs`. A sample is one episode: prompt, response, further turns. An iteration is a rollout
+and the updates on it, a minibatch one optimizer step, a microbatch one forward and backward pass.
 
 Layout. Rows start at index 0 and are right-padded. Everything is stored at the token's own index:
 `mask[b, t]` is 1 if the actor sampled token t, `logprobs[b, t]` = log pi(token t | tokens < t),
-`values[b, t]` = V(tokens < t). Dimensions: B rows, T tokens, S cache positions, H / Hkv heads, D
-head size, V vocabulary, N samples of a rollout; n tokens of a microbatch, m of them sampled.
+`rewards[b, t]` is what token t earned, `values[b, t]` = V(tokens < t). Dimensions: B rows, T
+tokens, S cache positions, H / Hkv heads, D head size, V vocabulary, N samples of a rollout; n
+tokens of a microbatch, m of them sampled.
 Compute is sharded over ranks, experience is replicated. `# FORK:` marks where people edit.
 """
 
@@ -80,13 +80,13 @@ from transformers import PreTrainedTokenizerFast
 
 @dataclass
 class Args:
-    """PPO for language models. Defaults of None depend on other flags and are printed at start."""
+    """PPO for language models. Flags that default to None are filled in and printed at start."""
 
     seed: int = 1  # of weights, sampling and minibatches
     run_name: str | None = None  # default <env>__<script>__<seed>__<time>
     log_dir: str = "runs"  # run folders go here
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on cuda
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute dtype; auto: bfloat16 on cuda
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: on with cuda
     critic_ranks: int = 0  # ranks that hold only the critic, numbered after the actor's
     rollout_ranks: int = 0  # the last ranks, which only sample, one iteration ahead
@@ -101,20 +101,20 @@ class Args:
     rollout_batch_size: int = 256  # prompts per iteration
     n_samples_per_prompt: int = 1
     rollout_slots: int = 256  # samples decoded at once on each rank
-    max_prompt_tokens: int | None = None  # default 16, with --model 512
-    max_new_tokens: int | None = None  # feedback included; default 8, with --model 256
-    temperature: float = 1.0  # in sampling, old, new and reference log-probs
-    sft_steps: int | None = None  # warm-start steps; default 60, with --model 0
-    sft_lr: float | None = None  # default 1.3e-3, with --model 1e-5
+    max_prompt_tokens: int | None = None  # default 16 (512 with --model)
+    max_new_tokens: int | None = None  # over all turns; default 8 (256 with --model)
+    temperature: float = 1.0  # of the policy: in sampling and in all log-probs
+    sft_steps: int | None = None  # warm-start steps; default 60 (0 with --model)
+    sft_lr: float | None = None  # default 1.3e-3 (1e-5 with --model)
 
     ppo_epochs: int = 2  # passes of the actor over a rollout
     critic_epochs: int | None = None  # passes of the critic; default ppo_epochs
     train_batch_size: int = 64  # samples per optimizer step
     micro_batch_tokens: int = 4096  # tokens per forward and rank
-    actor_lr: float | None = None  # default 5e-4, with --model 1e-5
-    critic_lr: float | None = None  # default 1e-3, with --model 1e-5
-    adam_beta1: float | None = None  # Adam's momentum; default 0.5, with --model 0.9
-    lr_end: float = 0.05  # learning rates decay linearly to this share
+    actor_lr: float | None = None  # default 5e-4 (1e-5 with --model)
+    critic_lr: float | None = None  # default 1e-3 (1e-5 with --model)
+    adam_beta1: float | None = None  # Adam's momentum; default 0.5 (0.9 with --model)
+    lr_end: float = 0.05  # share of the learning rates after all planned steps; the decay is linear
     critic_warmup_iterations: int = 0  # train only the critic for this many iterations first
     max_grad_norm: float = 1.0  # gradient clipping norm of each model
 
@@ -125,16 +125,16 @@ class Args:
     value_clip: float | None = 0.2  # values are clipped to old value +- this
     dual_clip: float | None = None  # c > 1: caps the loss at c * abs(A) where A < 0
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    target_kl: float | None = None  # actor steps end when approx_kl exceeds it
+    target_kl: float | None = None  # stop the actor's updates of an iteration above this approx_kl
     recompute_old_logprobs: bool = True  # if off, use the sampler's
-    rollout_is_cap: float | None = None  # cap of pi_old / pi_sampler; 0: off; rollout ranks: 2
-    kl_coef: float | None = None  # KL to reference; default 0.02, with --model 0.01
+    rollout_is_cap: float | None = None  # caps pi_old / pi_sampler; default off (2 with --rollout-ranks)
+    kl_coef: float | None = None  # KL to the reference; default 0.02 (0.01 with --model)
     kl_in: Literal["reward", "loss"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1, in the loss k3
     ref_sync_every: int = 0  # iterations between updates of the reference; 0: never
     ref_sync_alpha: float = 1.0  # reference = alpha * actor + (1 - alpha) * reference
     missing_eos_penalty: float = 0.0  # of samples without a stop token
-    bootstrap_truncated: bool = False  # truncated samples end with V(last state)
+    bootstrap_truncated: bool = False  # bootstrap truncated samples with V(last state)
 
     eval_episodes: int = 512  # sampled at temperature 1, and greedy
     eval_env_kwargs: str = "{}"  # merged over env_kwargs
@@ -154,9 +154,9 @@ Plan = namedtuple("Plan", "samples_per_iteration minibatches update_steps critic
 
 
 def plan_steps(args: Args, world_size: int = 1) -> Plan:
-    """update_steps = rollout_batch_size * n_samples_per_prompt * ppo_epochs / train_batch_size.
+    """E.g. update_steps = rollout_batch_size * n_samples_per_prompt * ppo_epochs / train_batch_size.
 
-    Sizes are global: more ranks make the same steps faster. Raises UserError if they do not divide.
+    Sizes are global: more ranks do not change the steps. Raises UserError if they do not divide.
     """
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples % args.train_batch_size:
@@ -173,7 +173,7 @@ def plan_steps(args: Args, world_size: int = 1) -> Plan:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean over mask, 0 if it is empty. Elsewhere x may be NaN."""
+    """Mean over mask, 0 if it is empty. Outside the mask x may be NaN."""
     return torch.where(mask.bool(), x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
@@ -194,7 +194,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
 
-    The sampled tokens of a row are one chain that skips the environment's text. rewards, values,
+    The sampled tokens of a row are one trajectory, without the environment's text. rewards, values,
     mask [B, T]; bootstrap [B] = V(state after the last token), default 0. Returns (advantages,
     returns) [B, T], 0 off the mask.
     """
@@ -217,7 +217,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, d
 
     dual_clip: https://arxiv.org/abs/1912.09729, eq. 5. All of one shape. Returns (loss, stats),
     sums over mask / denom (default mask.sum()): with the token count of the minibatch they add up
-    over microbatches and ranks, but for ratio_max and ratio_min.
+    over microbatches and ranks, except ratio_max and ratio_min.
     """
     mask = mask.bool()
     denom = mask.sum().clamp(min=1) if denom is None else denom
@@ -243,7 +243,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, d
 
 
 def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tensor:
-    """Half the squared error, or that of values clipped to old_values +- clip if larger; sum / denom."""
+    """0.5 max((V - R)^2, (clipped V - R)^2), clipped to old_values +- clip; sum over mask / denom."""
     mask = mask.bool()
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     losses = (values - returns).square()
@@ -264,9 +264,9 @@ class Rollout:
     tokens: Tensor  # [N, T] prompt, response, text of the environment, padding
     mask: Tensor  # [N, T] bool: sampled by the actor
     logprobs: Tensor  # [N, T] log-prob when sampled, 0 outside the mask
-    rewards: Tensor  # [N, T] a turn's on its last sampled token, dense ones where they were earned
+    rewards: Tensor  # [N, T] a turn's: on its last sampled token; dense ones: where earned
     lengths: Tensor  # [N]
-    stop: list[str]  # "eos": terminated; "length": cut at max_new_tokens; "env": truncated by it
+    stop: list[str]  # "eos": terminated; "length": no room for more; "env": truncated by it
     texts: list[str]  # what followed the prompt
     stats: dict[str, float]
     prompts: list[str]
@@ -278,11 +278,11 @@ class Microbatch(types.SimpleNamespace):
 
     `tokens` [n], `positions` [n] in their sample, `layout`: where attention pads, see `pad`.
     `sampled` [m]: indices in n; `stored` [m]: indices in N * T of the experience, whose other
-    fields the microbatch has of the sampled tokens alone: `old_logprobs` [m], ..., `mask` of ones.
+    fields the microbatch has of the sampled tokens alone: `old_logprobs` [m], ..., `mask` all ones.
 
-    `sampled_logprobs` and `sampled_values` shift by one, and nothing else in training does: the
-    output at t - 1, of the same sample, since that starts with a prompt, predicts token t and
-    values the state before it.
+    The shift by one is in `sampled_logprobs` and `sampled_values` and nowhere else in training: the
+    output at t - 1 predicts token t, and values the state before it. Every sample starts with a
+    prompt, so t - 1 is in the same sample.
         tokens [a b C D | a E]   mask [0 0 1 1 0 1]   ->   sampled [2 3 5], predicted at [1 2 4]
     """
 
@@ -303,7 +303,7 @@ class Experience:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     scores: Tensor | None = None  # [N] reward without the KL
-    kl: Tensor | None = None  # [N] nats
+    kl: Tensor | None = None  # [N] k1 of the response, in nats
 
     @classmethod
     def from_rollout(cls, batch: Rollout, device: torch.device) -> Experience:
@@ -325,24 +325,24 @@ class Experience:
         if len(rows) == 0:  # FSDP's calls are collective: compute a prompt token
             rows, lengths = torch.tensor([0]), torch.tensor([1])
         B, T = len(rows), int(lengths.max())
-        row, position = (torch.arange(T) < lengths[:, None]).nonzero().T  # [n] each
-        index = rows[row] * self.tokens.shape[1] + position  # [n] in N * T
+        b, position = (torch.arange(T) < lengths[:, None]).nonzero().T.contiguous()  # [n] each
+        index = rows[b] * self.tokens.shape[1] + position  # [n] in N * T, the experience
+        place = b * T + position  # [n] in B * T, what attention pads
         sampled = self.cpu_mask.flatten()[index].nonzero()[:, 0]  # [m] in n
-        device = self.tokens.device
-        index, position, place = upload(torch.stack((index, position, row * T + position)), device)
-        sampled = upload(sampled, device)
+        to_device = functools.partial(upload, device=self.tokens.device)
+        index, position, place, sampled = map(to_device, (index, position, place, sampled))
         stored = index[sampled]  # [m] in N * T
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         mb = {k: x.flatten()[stored] for k, x in fields.items() if x is not None and x.ndim == 2}
-        mb["tokens"] = self.tokens.flatten()[index]  # [n], for the forward
+        mb["tokens"] = self.tokens.flatten()[index]  # [n], all of them for the forward
         layout = (place, B, T)
         return Microbatch(**mb, positions=position, layout=layout, sampled=sampled, stored=stored)
 
 
-def sampled_logprobs(model: Transformer, mb: Microbatch, temperature: float):
-    """Log-probs [m] of the sampled tokens, entropy [m] of the distributions they came from.
+def sampled_logprobs(model: Transformer, mb: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs [m] of the sampled tokens, and entropy [m] of the distributions they came from.
 
-    That is what the model returns if it gets `targets`; without them logits, the critic values.
+    Given `targets`, the model computes both without holding all logits.
     """
     return model(mb.tokens, mb.positions, select=mb.sampled - 1, targets=mb.tokens[mb.sampled],
                  temperature=temperature, layout=mb.layout)  # fmt: skip
@@ -355,9 +355,9 @@ def sampled_values(critic: Transformer, mb: Microbatch, shift: int = 1) -> Tenso
 
 @torch.no_grad()
 def forward_all(model, function, experience, ranks, trainers, args, some=slice(None)) -> Tensor:
-    """`function(model, microbatch)` of all samples, or `some`: [N, T], 0 for what was not sampled.
+    """`function(model, microbatch)` [m] of all samples, or the slice `some`: [N, T], elsewhere 0.
 
-    The `ranks` that hold the model compute a share each, all `trainers` get the sum.
+    Each of the `ranks` that hold the model fills in a share; all `trainers` get the whole.
     """
     out = torch.zeros(experience.tokens.shape, device=experience.tokens.device)
     samples = torch.arange(len(experience))[some]
@@ -369,7 +369,7 @@ def forward_all(model, function, experience, ranks, trainers, args, some=slice(N
 
 
 def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles, args: Args):
-    """What the updates need of a rollout. It is frozen before the first of them.
+    """All that the updates need, computed before the first of them and constant from then on.
 
     Returns the experience, and the standard deviation of its advantages before they are whitened.
     """
@@ -379,8 +379,8 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
     experience = Experience.from_rollout(batch, device)
     mask = experience.mask
 
-    # --- Old log-probs, reference log-probs, values. The same forward computes old and new
-    # log-probs, so the first ratio is 1
+    # --- Old log-probs, reference log-probs, values. Old log-probs are recomputed by the function
+    # of the updates: until the first optimizer step the ratio is 1 up to rounding
     score = functools.partial(forward_all, experience=experience, trainers=roles.trainers, args=args)
     logprobs_of = lambda model, mb: sampled_logprobs(model, mb, args.temperature)[0]
     old_logprobs = experience.logprobs
@@ -413,9 +413,9 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
         bootstrap = after[samples, last] * experience.truncated  # [N]
     advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
     advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
-    if advantage_std >= 1e-6:  # else only rounding errors would grow
+    if advantage_std >= 1e-6:  # otherwise it would amplify rounding errors
         advantages = masked_whiten(advantages, mask)
-    if args.rollout_is_cap:  # truncated importance weights, which whitening would rescale
+    if args.rollout_is_cap:  # capped importance weights; whitening would rescale them
         advantages *= (old_logprobs - experience.logprobs).exp().clamp(max=args.rollout_is_cap)
     experience = dataclasses.replace(
         experience, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values, returns=returns,
@@ -424,7 +424,7 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
 
 
 def shuffled_minibatches(experience: Experience, ranks: Ranks, args: Args, iteration, epoch):
-    """Yields (sampled tokens, microbatches of this rank); order of (seed, iteration, epoch)."""
+    """Yields (sampled tokens, microbatches of this rank), shuffled by (seed, iteration, epoch)."""
     seed = ((args.seed * 1_000_003 + iteration) * 1_000_003 + epoch) % 2**63
     generator = torch.Generator().manual_seed(seed)
     # FORK: which samples make a minibatch.
@@ -462,9 +462,9 @@ def train(args: Args) -> dict:
 
 
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
-    # --- Set-up: ranks by role (actors and critics hold that model, trainers are both, players
-    # sample; by default every rank is all of these), environments, models and optimizers (None on
-    # ranks that do not hold them), state of a resumed run, run folder, accuracy before PPO
+    # --- Set-up. Ranks by role: `actors` hold actor and reference, `critics` the critic, `trainers`
+    # are these together, `players` sample; by default each is all ranks. Environments, models and
+    # optimizers (None on ranks without), state of a resumed run, run folder, accuracy before PPO
     plan = validate(args, WORLD_SIZE)  # fills in the flags that are None, too
     roles, dtype = connect(args)
     world, trainers, actors, critics, _ = roles
@@ -486,7 +486,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     print0(memory_line(models, min(args.rollout_slots, -(-N // roles.players.size)), args))
     state.eval_before = state.eval_before or evaluate(collector.play, eval_envs, args, state.iteration)
     run.print_results("before", state.eval_before)
-    # A rollout rank runs a loop of its own, to the end. `interrupt`: a signal to stop, or 0
+    # A rollout rank only samples, in a loop of its own, after which the next one has nothing to do
     interrupt = collector.run() if trainers.index is None else 0
 
     while state.iteration < args.num_iterations and not interrupt:
@@ -502,12 +502,12 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         experience, advantage_std = make_experience(batch, (actor, critic, reference), tokenizer, roles, args)
         clock.append(time.time())
 
-        # --- Critic epochs; they could as well come after the actor's, whose inputs are frozen
+        # --- Critic epochs. Before or after the actor's is the same: both use the frozen experience
         critic_steps = []  # statistics of each optimizer step
         for epoch in range(args.critic_epochs if critic else 0):
             for n_tokens, minibatch in shuffled_minibatches(experience, critics, args, iteration, epoch):
                 stats = []
-                for mb in minibatch:  # microbatches; gradients add up, over ranks, too
+                for mb in minibatch:  # gradients add up, over ranks, too (see `shard`)
                     newvalues = sampled_values(critic, mb)
                     # FORK: value loss.
                     v_loss = value_loss(newvalues, mb.values, mb.returns, mb.mask, args.value_clip, n_tokens)
@@ -559,25 +559,24 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         if args.ref_sync_every and (iteration + 1) % args.ref_sync_every == 0 and reference:
             sync_reference(reference, actor, args)
 
-        # --- New weights to the samplers; diagnosis, on which no training depends; log, checkpoint
-        actor_steps = trainers.gather(actor_steps)[0]  # the first trainer holds the actor
-        critic_steps = trainers.gather(critic_steps)[-1]  # the last one holds the critic
+        # --- New weights to the samplers, diagnosis of the ratio, log, checkpoint
+        actor_steps, early_stop = trainers.gather((actor_steps, early_stop))[0]  # an actor's rank
+        critic_steps = trainers.gather(critic_steps)[-1]  # a critic's rank
         state.advance(args, actor_steps, critic_steps)
-        collector.sample_ahead()  # waits for --rollout-ranks
+        collector.sample_ahead()  # waits for --rollout-ranks, which still have the old weights
         collector.publish_weights()
         interrupt = collector.interrupted()
         clock.append(time.time())
         signals = ratio_signals(actor, weights_before, experience, actor_steps, roles, args)
         signals |= {"sampler_age": age, "old_age": 0 if args.recompute_old_logprobs else age,
                     "phase": "critic_warmup" if warmup else "train", "planned": plan.update_steps,
-                    "early_stop": bool(args.target_kl) and not warmup and len(actor_steps) < plan.update_steps,
-                    "adv_raw_std": advantage_std, "compute_dtype": str(dtype)}  # fmt: skip
+                    "early_stop": early_stop, "adv_raw_std": advantage_std, "compute_dtype": str(dtype)}
         diagnosis = diagnose_ratio(signals)
         clock.append(time.time())
         run.log(metrics(state, args, batch, experience, actor_steps, critic_steps, signals, clock),
                 batch, experience, diagnosis)  # fmt: skip
         if diagnosis.cause == "forward_mismatch" and signals["first_dev"] > 1e-2:
-            if state.actor_steps == len(actor_steps):  # in the first updates: do not go on
+            if state.actor_steps == len(actor_steps):  # the first updates of the run: abort
                 raise UserError(f"the first ratio is off: {diagnosis.advice} ({diagnosis.evidence})")
         at_end = state.iteration == args.num_iterations
         if interrupt or (args.save_every and (at_end or state.iteration % args.save_every == 0)):
@@ -585,7 +584,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 
     if actor:
         save_hf_checkpoint(actor, actor.config, tokenizer, run.path / "model")
-    world.gather(None)  # when one rank exits, torchrun ends the others
+    world.gather(None)  # a barrier: when one rank exits, torchrun ends the others
     if interrupt:
         raise SystemExit(128 + interrupt)
     run.print_results("after", evaluate(collector.play, eval_envs, args, state.iteration))
@@ -593,7 +592,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
 
 
 # === 4. Rollout ===
-# In waves of `rollout_slots` rows that take turns together. The longest episode ends a wave.
+# In waves of `rollout_slots` rows. A wave lasts as long as its longest episode.
 
 
 @dataclass
@@ -701,7 +700,7 @@ compiled_decode_step = torch.compile(decode_step, dynamic=True)
 
 
 def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict, args: Args) -> None:
-    """Upload the text of `playing` {row: episode}, prefill what the cache lacks, let it decode."""
+    """Upload the tokens of `playing` {row: episode}, prefill the cache, mark rows alive."""
     ids = padded([e.ids for e in playing.values()], 0)
     numbers = torch.tensor([(row, len(e.ids), e.limit, e.cached) for row, e in playing.items()])
     width = max(len(e.ids) - 1 - e.cached for e in playing.values())  # decode_step does the last
@@ -711,7 +710,7 @@ def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict, 
     if width == 0:
         return
     positions = cached[:, None] + torch.arange(width, device=rows.device)  # [R, width]
-    positions = torch.where(positions < length[:, None] - 1, positions, cache.scratch)  # of padding
+    positions = torch.where(positions < length[:, None] - 1, positions, cache.scratch)  # padding
     new = slots.tokens[rows[:, None], positions]  # [R, width]
     no_logits = rows[:0]
     size = max(1, args.micro_batch_tokens // width)
@@ -721,7 +720,7 @@ def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict, 
 
 
 def end_turn(slots: Slots, playing: dict[int, Episode], tokenizer: HFTokenizer, args: Args) -> None:
-    """Hand what the rows of `playing` have sampled to their environments, and take the answers."""
+    """Hand what the rows of `playing` have sampled to environments, and process the answers."""
     tokens, logprobs = slots.tokens.tolist(), slots.logprobs.tolist()
     lengths, calls = slots.length.tolist(), []
     for row, episode in playing.items():
@@ -768,7 +767,7 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
             alive = len(playing)
             while alive:
                 for _ in range(K):
-                    decode(actor, cache.view(attend), slots, args.temperature, greedy)  # S at most
+                    decode(actor, cache.view(attend), slots, args.temperature, greedy)  # view: at most S
                     attend += 1
                 steps += K
                 alive = int(slots.alive.sum())  # the host waits for the device
@@ -876,7 +875,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.D, hidden = layer, config.head_dim, config.hidden_size
         self.H, self.Hkv = config.num_attention_heads, config.num_key_value_heads
-        self.grouped = self.H != self.Hkv  # compared in compiled code, it would break the graph
+        self.grouped = self.H != self.Hkv  # in forward it would break the compiled graph
         # FORK: model surgery, such as adapters.
         self.q_proj = nn.Linear(hidden, self.H * self.D, bias=config.qkv_bias)
         self.k_proj = nn.Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
@@ -901,7 +900,7 @@ class Attention(nn.Module):
                 out = out.flatten(0, 1).index_select(0, layout[0])  # [n, H, D]
             return self.o_proj(out.flatten(-2))
         B, T = positions.shape
-        # enable_gqa is slow with a mask: the G query heads of a key head become queries of it.
+        # enable_gqa is slow with a mask: fold the G query heads of a key head into the queries.
         k, v = cache.update(self.layer, k, v, positions)  # [B, Hkv, S, D]
         q = q.view(B, T, self.Hkv, -1, self.D).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, T, D]
         q = q.flatten(2, 3)  # [B, Hkv, G * T, D]
@@ -1223,15 +1222,15 @@ def save_hf_checkpoint(model: Transformer, config, tokenizer: HFTokenizer, path:
 # gymnasium.Env with text as observation and action: reset(seed=...) -> (prompt, info),
 # step(response) -> (text, reward, terminated, truncated, info). A seed always gives the same prompt.
 # info["demonstration"] of reset serves the warm start, info["success"] of the last step accuracy.
-# info["rewards"] of step: dense rewards besides `reward`, a list of (end, reward) for response[:end].
+# info["rewards"] of step: dense rewards besides `reward`, [(end, reward), ...] for response[:end].
 # FORK: write yours like these two and pass --env-id my_module:MyEnv-v0.
 
 
 class SortDigits(gym.Env):
     """Prompt "52814=", answer "12458", reward the share of digits in place, 0 if the length is wrong.
 
-    Demonstrations are in random order: only the reward teaches to sort. A tenth of the prompts, by
-    CRC, are held out.
+    Demonstrations are in random order: sorting is learned from the reward alone. A tenth of the
+    prompts, by CRC, are held out.
     """
 
     def __init__(self, split: Literal["train", "test"] = "train", digits: int = 5):
@@ -1269,7 +1268,7 @@ def load_gsm8k(path: str) -> list[tuple[str, str, float]]:
             rows.append((row["question"], row["answer"], float(parse_number(row["answer"]))))
     if not rows:
         raise UserError(f"no rows in {path}")
-    return random.Random(0).sample(rows, len(rows))  # shuffled: consecutive seeds see every row once
+    return random.Random(0).sample(rows, len(rows))  # consecutive seeds see every row once
 
 
 class GSM8K(gym.Env):
@@ -1354,16 +1353,17 @@ def make_envs(args: Args, samples: int, players: Ranks, evaluation: bool = False
 def read_step(stats: list[dict], grad_norm: Tensor, n_tokens: int, ranks: Ranks) -> dict[str, float]:
     """Statistics of an optimizer step, from `stats` {name: scalar tensor} of its microbatches.
 
-    They are sums / n_tokens and add up, over ranks, too; of names ending in _max the maximum is taken.
+    They are sums / n_tokens and add up, over ranks, too; names ending in _max are reduced by max.
     """
     if any(not isinstance(x, Tensor) or x.ndim > 0 for mb_stats in stats for x in mb_stats.values()):
         raise UserError("statistics must be scalar tensors: sums / n_tokens, or maxima named *_max")
     table = [torch.stack([x.detach().double() for x in mb_stats.values()]) for mb_stats in stats]
     sums = ranks.all_reduce(torch.stack(table).sum(0))  # [names]
     maxima = ranks.all_reduce(torch.stack(table).amax(0), dist.ReduceOp.MAX)
-    numbers = torch.cat((sums, maxima, full(grad_norm)[None])).tolist()  # the host waits
-    step, maxima, norm = dict(zip(stats[0], numbers)), numbers[len(sums) :], numbers[-1]
-    step |= {name: x for name, x in zip(step, maxima) if name.endswith("_max")}
+    is_max = upload(torch.tensor([name.endswith("_max") for name in stats[0]]), sums.device)
+    numbers = torch.where(is_max, maxima, sums)
+    *numbers, norm = torch.cat((numbers, full(grad_norm)[None])).tolist()  # the host waits
+    step = dict(zip(stats[0], numbers))
     return step | {"tokens": n_tokens, "grad_norm": norm, "skipped": not math.isfinite(norm)}
 
 
@@ -1524,9 +1524,9 @@ def ratio_signals(actor, weights_before, experience, actor_steps, roles, args) -
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 SFT_BATCH_SIZE = 256  # demonstrations per step
-# Of what takes over a second, on rank 0, on a terminal (disable=None).
+# Bars of what takes over a second, on rank 0, on a terminal (disable=None).
 progress = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 or None)
-AT_MOST_1 = "gamma gae_lambda lr_end ref_sync_alpha clip_low".split()
+AT_MOST_1 = "gamma gae_lambda lr_end ref_sync_alpha clip_low adam_beta1".split()
 ABOVE_0 = """env_timeout num_iterations rollout_batch_size n_samples_per_prompt rollout_slots
 max_prompt_tokens max_new_tokens temperature ppo_epochs critic_epochs train_batch_size clip_low
 micro_batch_tokens max_grad_norm clip_high value_clip target_kl eval_episodes keep_checkpoints""".split()
@@ -1603,7 +1603,7 @@ class Ranks:
             self.mesh = dist.DeviceMesh(device.type, list(ranks))
 
     def all_reduce(self, x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
-        """In place."""
+        """Sum over the ranks, or `op`, in place."""
         if self.size > 1:
             dist.all_reduce(x, op, group=self.group)
         return x
@@ -1639,7 +1639,7 @@ def connect(args: Args) -> tuple[Roles, torch.dtype]:
     store = dist.HashStore()
     if "RANK" in os.environ:
         store = next(dist.rendezvous("env://"))[0]
-        # torchrun's store has addresses of the last attempt.
+        # After a restart torchrun's store still has the addresses of dead processes.
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     if ("RANK" in os.environ or bf16) and not dist.is_initialized():  # FSDP2 does mixed precision
@@ -1657,7 +1657,7 @@ def connect(args: Args) -> tuple[Roles, torch.dtype]:
 
 
 def microbatches(samples: Tensor, lengths: Tensor, ranks: Ranks, token_budget: int) -> list[Tensor]:
-    """This rank's microbatches of `samples` [n], on the CPU; as many on every rank, some empty.
+    """This rank's microbatches of `samples` [n], on the CPU; the same number on every rank.
 
     Longest first, so that attention pads little. A microbatch has up to `token_budget` tokens,
     padded twice that, or is one longer sample.
@@ -1905,7 +1905,7 @@ class Collector:
         return concatenate([each for each in world.gather(mine) if each])
 
     def sample(self) -> Rollout:
-        """The samples of iteration `state.iteration`, which chooses the noise; those of a prompt adjoin."""
+        """The samples of iteration `state.iteration` (its noise, too); those of a prompt are adjacent."""
         args, state = self.args, self.state
         seeds = [state.next_prompt + i // args.n_samples_per_prompt for i in range(self.N)]
         return self.play(self.envs, seeds, args, state.iteration, players=self.roles.players)
@@ -2096,7 +2096,7 @@ def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:
 
 
 def save_checkpoint(run: RunFolder, saved: dict, state: TrainState, args: Args, trainers: Ranks) -> None:
-    """Write checkpoints/iter_<iterations>, which exists only when complete; for any ranks."""
+    """Write checkpoints/iter_<iterations>: appears when complete, can be resumed on any ranks."""
     path = run.path / "checkpoints" / f"iter_{state.iteration:06d}"
     partial = path.with_name("partial")
     failed = f"{path} cannot be written, earlier ones are intact; make room and --resume the run"

@@ -35,7 +35,7 @@ FLAGS = {
        "clip_low clip_high value_clip target_kl max_grad_norm env_timeout",
     -1: "seed sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations ref_sync_every gamma "
         "missing_eos_penalty save_every critic_ranks rollout_ranks rollout_is_cap adam_beta1",
-    1.1: "gamma gae_lambda lr_end ref_sync_alpha clip_low", 1: "critic_ranks rollout_ranks dual_clip",
+    1.1: "gamma gae_lambda lr_end ref_sync_alpha clip_low adam_beta1", 1: "critic_ranks rollout_ranks dual_clip",
     math.inf: "critic_lr", math.nan: "actor_lr temperature", 2**70: "seed",
 }  # fmt: skip
 

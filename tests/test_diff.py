@@ -45,7 +45,7 @@ def test_a_script_begins_with_imports_but_none_of_ours_and_ends_with_main(name):
 
 def test_scripts_and_part_one_of_the_first_keep_to_their_budgets():
     part = re.split(r"(?m)^# #+ Part II\b", TEXTS[NAMES[0]])[0]
-    for text, lines, size in ((TEXTS[NAMES[0]], 2188, 115_800), (part, 800, 43_000), (TEXTS[NAMES[1]], 2294, 121_000)):
+    for text, lines, size in ((TEXTS[NAMES[0]], 2188, 116_100), (part, 800, 43_000), (TEXTS[NAMES[1]], 2294, 121_300)):
         assert (len(text.splitlines()) <= lines, len(text.encode()) <= size) == (True, True)
         assert sum(len(line) > 100 for line in text.splitlines()) <= 60
 
