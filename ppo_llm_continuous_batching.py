@@ -477,6 +477,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     tokenizer, models = build_models(args, envs[0], roles, dtype)
     actor, critic, reference, _ = models
     actor_optimizer, critic_optimizer = make_optimizer(actor, args), make_optimizer(critic, args)
+    # What a checkpoint holds: (model, optimizer, ranks that hold them)
     saved = {"actor": (actor, actor_optimizer, actors), "critic": (critic, critic_optimizer, critics),
              "reference": (reference, None, actors)}  # fmt: skip
     state = resume(args, saved)
@@ -2212,8 +2213,7 @@ def save_checkpoint(run: RunFolder, saved: dict, state: TrainState, args: Args, 
         trainers.gather(None)  # wait for rank 0
         for name, (model, optimizer, ranks) in progress(saved.items(), "saving, models"):
             for kind, tensors in checkpoint_tensors(model, optimizer).items():
-                folder = str(partial / name / kind)
-                writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
+                writer = dcp.HuggingFaceStorageWriter(str(partial / name / kind), save_distributed=True)
                 dcp.save(tensors, storage_writer=writer, process_group=ranks.group,
                          no_dist=ranks.group is None)  # fmt: skip
         trainers.gather(None)  # wait for all

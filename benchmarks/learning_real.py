@@ -37,8 +37,7 @@ TASKS = {
     "sums, fast": SUMS | dict(num_iterations=8, actor_lr=2e-5, critic_lr=2e-5),  # beside TRL
     "two digits": TWO,
     "two digits, partial": TWO | dict(env_kwargs='{"digits": 2, "partial": true}'),
-    "two digits, curriculum": TWO | dict(env_kwargs='{"digits": 2, "curriculum": 512}'),
-    "two digits, both": TWO | dict(env_kwargs='{"digits": 2, "partial": true, "curriculum": 512}'),
+    "two digits, curriculum": TWO | dict(env_kwargs='{"digits": 2, "partial": true, "curriculum": 512}'),
     **{f"cheerful, KL {kl:g}": CHEERFUL | dict(kl_coef=kl) for kl in (0.0, 1e-4, 0.01, 0.05)},
 }
 HELD_OUT = {"Sums-v0": 100, "Cheerful-v0": 40}  # sampled answers
@@ -195,7 +194,7 @@ def draw_sums(results: dict) -> None:
     """Held-out accuracy of each task over samples, and beside TRL over samples and seconds."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 3), layout="constrained", sharey=True)
     for axis, key, colors in [
-        (axes[0], "samples", {"sums": "C0", "sums of two digits": "C2"}),
+        (axes[0], "samples", {"sums": "C0", "two digits, partial": "C2"}),
         (axes[1], "samples", {"sums, fast": "C0"}), (axes[2], "seconds", {"sums, fast": "C0"}),
     ]:  # fmt: skip
         for name, run in results.items():
@@ -204,7 +203,7 @@ def draw_sums(results: dict) -> None:
                 y = [100 * point["sampled"]["success"] for point in run["points"]]
                 color = {"ours": colors[task], "trl": "C1"}[side]
                 axis.plot([point[key] for point in run["points"]], y, "o-", color=color, markersize=3)
-        labels = {"one digit, defaults": "C0", "two digits": "C2"} if axis is axes[0] else {"ours": "C0", "TRL": "C1"}
+        labels = {"one digit, defaults": "C0", "two digits, partial rewards": "C2"} if axis is axes[0] else {"ours": "C0", "TRL": "C1"}
         axis.legend(handles=[plt.Line2D([], [], color=color, label=label) for label, color in labels.items()])
         axis.set(xlabel=key, ylim=(0, 100))
     axes[0].set(ylabel="held-out sums right, %")
