@@ -203,7 +203,9 @@ def draw_sums(results: dict) -> None:
                 y = [100 * point["sampled"]["success"] for point in run["points"]]
                 color = {"ours": colors[task], "trl": "C1"}[side]
                 axis.plot([point[key] for point in run["points"]], y, "o-", color=color, markersize=3)
-        labels = {"one digit, defaults": "C0", "two digits, partial rewards": "C2"} if axis is axes[0] else {"ours": "C0", "TRL": "C1"}
+        labels = {"ours": "C0", "TRL": "C1"}
+        if axis is axes[0]:
+            labels = {"one digit, defaults": "C0", "two digits, partial rewards": "C2"}
         axis.legend(handles=[plt.Line2D([], [], color=color, label=label) for label, color in labels.items()])
         axis.set(xlabel=key, ylim=(0, 100))
     axes[0].set(ylabel="held-out sums right, %")
