@@ -405,7 +405,7 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
     scores = rewards.sum(1)  # [N], logged
     if args.kl_in == "reward":
         rewards -= args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
-    if rewards[~mask].any():
+    if rewards[~mask].count_nonzero():
         raise UserError("GAE ignores rewards of tokens outside the mask: move them to others")
 
     # --- Advantages, whitened over the rollout; returns are not
