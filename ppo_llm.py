@@ -80,7 +80,7 @@ from transformers import PreTrainedTokenizerFast
 
 @dataclass
 class Args:
-    """PPO for language models. Flags that default to None are filled in and printed at start."""
+    """PPO for language models. Defaults that depend on other flags are printed at start."""
 
     seed: int = 1  # of weights, sampling and minibatches
     run_name: str | None = None  # default <env>__<script>__<seed>__<time>
@@ -102,7 +102,7 @@ class Args:
     n_samples_per_prompt: int = 1
     rollout_slots: int = 256  # samples decoded at once on each rank
     max_prompt_tokens: int | None = None  # default 16 (512 with --model)
-    max_new_tokens: int | None = None  # over all turns; default 8 (256 with --model)
+    max_new_tokens: int | None = None  # after the prompt, all turns; default 8 (256 with --model)
     temperature: float = 1.0  # of the policy: in sampling and in all log-probs
     sft_steps: int | None = None  # warm-start steps; default 60 (0 with --model)
     sft_lr: float | None = None  # default 1.3e-3 (1e-5 with --model)
@@ -114,7 +114,7 @@ class Args:
     actor_lr: float | None = None  # default 5e-4 (1e-5 with --model)
     critic_lr: float | None = None  # default 1e-3 (1e-5 with --model)
     adam_beta1: float | None = None  # Adam's momentum; default 0.5 (0.9 with --model)
-    lr_end: float = 0.05  # share of the learning rates after all planned steps; the decay is linear
+    lr_end: float = 0.05  # linear decay to this fraction of the learning rates
     critic_warmup_iterations: int = 0  # train only the critic for this many iterations first
     max_grad_norm: float = 1.0  # gradient clipping norm of each model
 
@@ -133,7 +133,7 @@ class Args:
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # default k1, in the loss k3
     ref_sync_every: int = 0  # iterations between updates of the reference; 0: never
     ref_sync_alpha: float = 1.0  # reference = alpha * actor + (1 - alpha) * reference
-    missing_eos_penalty: float = 0.0  # of samples without a stop token
+    missing_eos_penalty: float = 0.0  # subtracted if the last token is no stop token
     bootstrap_truncated: bool = False  # bootstrap truncated samples with V(last state)
 
     eval_episodes: int = 512  # sampled at temperature 1, and greedy
@@ -154,9 +154,9 @@ Plan = namedtuple("Plan", "samples_per_iteration minibatches update_steps critic
 
 
 def plan_steps(args: Args, world_size: int = 1) -> Plan:
-    """E.g. update_steps = rollout_batch_size * n_samples_per_prompt * ppo_epochs / train_batch_size.
+    """Samples and optimizer steps of an iteration and of the run.
 
-    Sizes are global: more ranks do not change the steps. Raises UserError if they do not divide.
+    Sizes are global, so `world_size` changes nothing. Raises UserError if they do not divide.
     """
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples % args.train_batch_size:
@@ -215,9 +215,9 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tup
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip=None, denom=None):
     """Clipped surrogate (https://arxiv.org/abs/1707.06347 eq. 7).
 
-    dual_clip: https://arxiv.org/abs/1912.09729, eq. 5. All of one shape. Returns (loss, stats),
-    sums over mask / denom (default mask.sum()): with the token count of the minibatch they add up
-    over microbatches and ranks, except ratio_max and ratio_min.
+    dual_clip: https://arxiv.org/abs/1912.09729, eq. 5. All of one shape. Returns (loss, stats) of
+    sums over the mask, divided by denom (default mask.sum()). Divided by the token count of the
+    minibatch they add up over microbatches and ranks, except ratio_max and ratio_min.
     """
     mask = mask.bool()
     denom = mask.sum().clamp(min=1) if denom is None else denom
@@ -243,7 +243,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, d
 
 
 def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tensor:
-    """0.5 max((V - R)^2, (clipped V - R)^2), clipped to old_values +- clip; sum over mask / denom."""
+    """0.5 max((V - R)^2, (clipped V - R)^2), clipped to old_values +- clip; summed as in policy_loss."""
     mask = mask.bool()
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     losses = (values - returns).square()
@@ -264,7 +264,7 @@ class Rollout:
     tokens: Tensor  # [N, T] prompt, response, text of the environment, padding
     mask: Tensor  # [N, T] bool: sampled by the actor
     logprobs: Tensor  # [N, T] log-prob when sampled, 0 outside the mask
-    rewards: Tensor  # [N, T] a turn's: on its last sampled token; dense ones: where earned
+    rewards: Tensor  # [N, T] of a turn: on its last sampled token; dense ones: where earned
     lengths: Tensor  # [N]
     stop: list[str]  # "eos": terminated; "length": no room for more; "env": truncated by it
     texts: list[str]  # what followed the prompt
@@ -276,9 +276,9 @@ class Rollout:
 class Microbatch(types.SimpleNamespace):
     """The n tokens of B samples, one after the other without padding, of which m were sampled.
 
-    `tokens` [n], `positions` [n] in their sample, `layout`: where attention pads, see `pad`.
-    `sampled` [m]: indices in n; `stored` [m]: indices in N * T of the experience, whose other
-    fields the microbatch has of the sampled tokens alone: `old_logprobs` [m], ..., `mask` all ones.
+    `tokens` [n], `positions` [n] in their sample, `layout`: (place, B, T), how attention pads them.
+    `sampled` [m]: where the sampled tokens are in n; `stored` [m]: where in N * T, the experience.
+    Its other fields are here for the sampled tokens only: `old_logprobs` [m], ..., `mask` all ones.
 
     The shift by one is in `sampled_logprobs` and `sampled_values` and nowhere else in training: the
     output at t - 1 predicts token t, and values the state before it. Every sample starts with a
@@ -322,7 +322,7 @@ class Experience:
     def microbatch(self, rows: Tensor) -> Microbatch:
         """The samples `rows` [B], indices on the CPU."""
         lengths = self.lengths[rows]
-        if len(rows) == 0:  # FSDP's calls are collective: compute a prompt token
+        if len(rows) == 0:  # FSDP's calls are collective: run one prompt token
             rows, lengths = torch.tensor([0]), torch.tensor([1])
         B, T = len(rows), int(lengths.max())
         b, position = (torch.arange(T) < lengths[:, None]).nonzero().T.contiguous()  # [n] each
@@ -371,7 +371,7 @@ def forward_all(model, function, experience, ranks, trainers, args, some=slice(N
 def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles, args: Args):
     """All that the updates need, computed before the first of them and constant from then on.
 
-    Returns the experience, and the standard deviation of its advantages before they are whitened.
+    `roles`: who holds which model, see `ppo`. Returns the experience and the raw advantages' std.
     """
     actor, critic, reference = models
     device = roles.world.device
@@ -380,7 +380,7 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
     mask = experience.mask
 
     # --- Old log-probs, reference log-probs, values. Old log-probs are recomputed by the function
-    # of the updates: until the first optimizer step the ratio is 1 up to rounding
+    # that the updates call: until the first optimizer step the ratio is 1 up to rounding
     score = functools.partial(forward_all, experience=experience, trainers=roles.trainers, args=args)
     logprobs_of = lambda model, mb: sampled_logprobs(model, mb, args.temperature)[0]
     old_logprobs = experience.logprobs
@@ -391,7 +391,7 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
         ref_logprobs = score(reference, logprobs_of, ranks=roles.actors)
     values = score(critic, sampled_values, ranks=roles.critics)
 
-    # --- Rewards [N, T]: of turns, dense ones, missing-EOS penalty on the last token, KL on each
+    # --- Rewards [N, T]: of turns, dense ones; minus missing-EOS penalty (last token), KL (each)
     rewards = experience.rewards.clone()
     samples = torch.arange(len(experience), device=device)
     last = upload(batch.lengths - 1, device)  # [N] index of the last token, always a sampled one
@@ -408,7 +408,7 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
     # --- Advantages, whitened over the rollout; returns are not
     # FORK: advantages.
     bootstrap = None
-    if args.bootstrap_truncated:  # V(state after the last token)
+    if args.bootstrap_truncated:  # V(state after the last token, which the mask must hold)
         after = score(critic, functools.partial(sampled_values, shift=0), ranks=roles.critics)  # [N, T]
         bootstrap = after[samples, last] * experience.truncated  # [N]
     advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
@@ -424,9 +424,9 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
 
 
 def shuffled_minibatches(experience: Experience, ranks: Ranks, args: Args, iteration, epoch):
-    """Yields (sampled tokens, microbatches of this rank), shuffled by (seed, iteration, epoch)."""
+    """Yields n_tokens, sampled in a minibatch on all ranks, and this rank's microbatches of it."""
     seed = ((args.seed * 1_000_003 + iteration) * 1_000_003 + epoch) % 2**63
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)  # each epoch has an order of its own
     # FORK: which samples make a minibatch.
     minibatches = torch.randperm(len(experience), generator=generator).split(args.train_batch_size)
     for rows in progress(minibatches, f"epoch {epoch + 1}, minibatches"):
@@ -463,8 +463,8 @@ def train(args: Args) -> dict:
 
 def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     # --- Set-up. Ranks by role: `actors` hold actor and reference, `critics` the critic, `trainers`
-    # are these together, `players` sample; by default each is all ranks. Environments, models and
-    # optimizers (None on ranks without), state of a resumed run, run folder, accuracy before PPO
+    # are these together, `players` sample; by default each is all ranks. A model is None on ranks
+    # that do not hold it, and so is its optimizer
     plan = validate(args, WORLD_SIZE)  # fills in the flags that are None, too
     roles, dtype = connect(args)
     world, trainers, actors, critics, _ = roles
@@ -487,7 +487,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     print0(memory_line(models, min(args.rollout_slots, -(-N // roles.players.size)), args))
     state.eval_before = state.eval_before or evaluate(collector.play, eval_envs, args, state.iteration)
     run.print_results("before", state.eval_before)
-    # A rollout rank only samples, in a loop of its own, after which the next one has nothing to do
+    # A rollout rank only samples, in a loop of its own; the one below then ends at once
     interrupt = collector.run() if trainers.index is None else 0
 
     while state.iteration < args.num_iterations and not interrupt:
@@ -508,7 +508,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         for epoch in range(args.critic_epochs if critic else 0):
             for n_tokens, minibatch in shuffled_minibatches(experience, critics, args, iteration, epoch):
                 stats = []
-                for mb in minibatch:  # gradients add up, over ranks, too (see `shard`)
+                for mb in minibatch:  # gradients add up, over ranks too, see `shard`
                     newvalues = sampled_values(critic, mb)
                     # FORK: value loss.
                     v_loss = value_loss(newvalues, mb.values, mb.returns, mb.mask, args.value_clip, n_tokens)
@@ -534,7 +534,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
                     # FORK: policy loss.
                     pg_loss, mb_stats = policy_loss(newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,
                                                     args.clip_low, args.clip_high, args.dual_clip, n_tokens)
-                    mb_stats["dev_max"] = torch.maximum(  # max |ratio - 1|
+                    mb_stats["dev_max"] = torch.maximum(  # max |ratio - 1|, from the extremes
                         mb_stats.pop("ratio_max") - 1, 1 - mb_stats.pop("ratio_min"))
                     mb_stats |= {"policy_loss": pg_loss, "entropy": entropy.sum() / n_tokens}
                     loss = pg_loss - args.entropy_coef * mb_stats["entropy"]
@@ -564,7 +564,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         actor_steps, early_stop = trainers.gather((actor_steps, early_stop))[0]  # an actor's rank
         critic_steps = trainers.gather(critic_steps)[-1]  # a critic's rank
         state.advance(args, actor_steps, critic_steps)
-        collector.sample_ahead()  # waits for --rollout-ranks, which still have the old weights
+        collector.sample_ahead()  # --rollout-ranks deliver what they sampled with the old weights
         collector.publish_weights()
         interrupt = collector.interrupted()
         clock.append(time.time())
@@ -704,7 +704,7 @@ def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict, 
     """Upload the tokens of `playing` {row: episode}, prefill the cache, mark rows alive."""
     ids = padded([e.ids for e in playing.values()], 0)
     numbers = torch.tensor([(row, len(e.ids), e.limit, e.cached) for row, e in playing.items()])
-    width = max(len(e.ids) - 1 - e.cached for e in playing.values())  # decode_step does the last
+    width = max(len(e.ids) - 1 - e.cached for e in playing.values())  # without the newest
     rows, length, limit, cached = numbers.to(slots.tokens.device).T  # [R] each
     slots.tokens[rows, : ids.shape[1]] = ids.to(rows.device)
     slots.length[rows], slots.limit[rows], slots.alive[rows] = length, limit, True
@@ -735,12 +735,12 @@ def end_turn(slots: Slots, playing: dict[int, Episode], tokenizer: HFTokenizer, 
 
 
 def envs_needed(args: Args, samples: int) -> int:
-    return min(args.rollout_slots, samples)
+    return min(args.rollout_slots, samples)  # at a time
 
 
 @torch.no_grad()
 def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
-    """Sample an episode for each of `seeds` [N], in waves of rollout_slots, or of len(envs), rows.
+    """Sample an episode for each of `seeds` [N], in waves of min(rollout_slots, len(envs)).
 
     `actor` is the sampler. `sample_ids` [N] and `iteration` (below 0: evaluation) choose the noise.
     """
@@ -764,11 +764,11 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
         playing = dict(enumerate(wave))
         while playing:  # one turn of every row
             begin_turn(actor, cache, slots, playing, args)
-            attend = max(len(episode.ids) for episode in playing.values())
+            attend = max(len(episode.ids) for episode in playing.values())  # cache positions in use
             alive = len(playing)
             while alive:
                 for _ in range(K):
-                    decode(actor, cache.view(attend), slots, args.temperature, greedy)  # view: at most S
+                    decode(actor, cache.view(attend), slots, args.temperature, greedy)  # view caps attend
                     attend += 1
                 steps += K
                 alive = int(slots.alive.sum())  # the host waits for the device
@@ -779,10 +779,10 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
     bar.close()
     sampled = sum(sum(episode.mask) for episode in episodes)
     stats = {"rollout/decode_steps": steps, "rollout/slot_occupancy": sampled / (steps * B)}
-    return collect(episodes, tokenizer, stats)
+    return to_rollout(episodes, tokenizer, stats)
 
 
-def collect(episodes: list[Episode], tokenizer: HFTokenizer, stats: dict[str, float]) -> Rollout:
+def to_rollout(episodes: list[Episode], tokenizer: HFTokenizer, stats: dict[str, float]) -> Rollout:
     return Rollout(
         tokens=padded([e.ids for e in episodes], 0), mask=padded([e.mask for e in episodes], False),
         logprobs=padded([e.logprobs for e in episodes], 0.0),
@@ -1525,7 +1525,7 @@ def ratio_signals(actor, weights_before, experience, actor_steps, roles, args) -
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 SFT_BATCH_SIZE = 256  # demonstrations per step
-# Bars of what takes over a second, on rank 0, on a terminal (disable=None).
+# Bars after a second, on rank 0, on a terminal (disable=None).
 progress = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 or None)
 AT_MOST_1 = "gamma gae_lambda lr_end ref_sync_alpha clip_low adam_beta1".split()
 ABOVE_0 = """env_timeout num_iterations rollout_batch_size n_samples_per_prompt rollout_slots
@@ -1588,7 +1588,7 @@ def validate(args: Args, world_size: int = 1) -> Plan:
         if wrong:
             raise UserError(text)
     if args.train_batch_size < world_size:
-        print0(f"--train-batch-size {args.train_batch_size} leaves some of {world_size} ranks idle")
+        print0(f"--train-batch-size {args.train_batch_size}: some of {world_size} ranks are idle")
     return plan_steps(args, world_size)
 
 
@@ -1835,7 +1835,7 @@ def warm_start(actor: Transformer, tokenizer, env: gym.Env, args: Args, actors: 
             episode.begin(prompt, tokenizer, args)
             episode.extend(answer[: args.max_new_tokens], [0.0] * min(len(answer), args.max_new_tokens))
             episodes.append(episode)
-        batch = Experience.from_rollout(collect(episodes, tokenizer, {}), actors.device)
+        batch = Experience.from_rollout(to_rollout(episodes, tokenizer, {}), actors.device)
         n_tokens, stats, samples = int(batch.cpu_mask.sum()), [], torch.arange(len(batch))
         for rows in microbatches(samples, batch.lengths, actors, args.micro_batch_tokens):
             loss = -sampled_logprobs(actor, batch.microbatch(rows), 1.0)[0].sum() / n_tokens
@@ -1919,7 +1919,7 @@ class Collector:
     def sample_ahead(self) -> None:
         """After state.advance: --rollout-ranks finish the next samples, with weights they have."""
         if self.args.rollout_ranks and self.state.iteration < self.args.num_iterations:
-            self.state.ahead = self.sample()  # trainers, after their updates, wait for them
+            self.state.ahead = self.sample()  # trainers wait for them
 
     def publish_weights(self) -> None:
         """Copy the actor's weights to every rank's sampler."""
@@ -2018,7 +2018,7 @@ class RunFolder:
         self.files[name].flush()
 
     def log(self, row: dict, batch: Rollout, experience: Experience, diagnosis: Diagnosis) -> None:
-        """Report an iteration: metrics.jsonl, completions.jsonl, TensorBoard, terminal."""
+        """Report an iteration: *.jsonl, TensorBoard, terminal."""
         if RANK > 0:
             return
         i, N, cause = row["iteration"], self.args.num_iterations, diagnosis.cause
@@ -2072,7 +2072,7 @@ def step_table(args, plan) -> str:
 
 
 def memory_line(models: tuple, rows: int, args: Args) -> str:
-    """What rank 0 holds, with `rows` in the KV cache."""
+    """What rank 0 holds, `rows` in the KV cache."""
     size = lambda model: sum(local(p).nbytes for p in model.parameters()) / 1e9 if model else 0.0
     actor, critic, reference, sampler = map(size, models)
     config, itemsize = models[-1].config, models[-1].model.norm.weight.itemsize
@@ -2156,7 +2156,7 @@ def load_checkpoint(path: Path, saved: dict) -> TrainState:
     content = json.loads((path / "state.json").read_text())
     for name, size in content["files"].items():  # DCP silently ignores a missing file
         if (path / name).stat().st_size != size:
-            raise ValueError(f"{name} differs in size from what was saved")
+            raise ValueError(f"{name} has not the size it was saved with")
     for name, (model, optimizer, _) in saved.items():
         if optimizer and (path / name / "exp_avg").is_dir():
             for p in [p for group in optimizer.param_groups for p in group["params"]]:
