@@ -121,19 +121,19 @@ class EnvReward(torch.nn.Module):
         return hidden
 
 
-def trl(folder: str, flags: dict, seed: int) -> dict:
+def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
+    """TRL's PPOTrainer with the settings of `flags`."""
     import datasets
     import transformers
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     defaults = ppo_llm.Args(model=folder, **flags)
     plan = ppo_llm.validate(defaults)
-    held_out, rows = HeldOut(folder, flags), []
-    model, _ = ppo_llm.load_hf_checkpoint(folder)
     env = ppo_llm.gym.make(flags["env_id"], disable_env_checker=True, **json.loads(defaults.env_kwargs))
-    N, iterations = plan.samples_per_iteration, defaults.num_iterations
-    prompts = [env.reset(seed=i)[0] for i in range(N * iterations)]
-    ids = [held_out.tokenizer.encode_prompt(prompt) for prompt in prompts]
+    N = plan.samples_per_iteration
+    prompts = [env.reset(seed=i)[0] for i in range(plan.episodes_total)]
+    chat = ppo_llm.HFTokenizer(folder)
+    ids = [chat.encode_prompt(prompt) for prompt in prompts]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     tokenizer.pad_token = "<|endoftext|>"  # TRL masks the pad token, which is to occur nowhere else
     load = lambda kind, **kwargs: kind.from_pretrained(folder, dtype=torch.float32, **kwargs)
@@ -141,27 +141,33 @@ def trl(folder: str, flags: dict, seed: int) -> dict:
     policy.generation_config.pad_token_id = tokenizer.pad_token_id
     value = load(transformers.AutoModelForSequenceClassification, num_labels=1)
     torch.nn.init.zeros_(value.score.weight)  # as ours
+    settings = PPOConfig(
+        output_dir=runs, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", seed=seed,
+        save_strategy="no", disable_tqdm=True, num_sample_generations=0, total_episodes=plan.episodes_total,
+        per_device_train_batch_size=N, gradient_accumulation_steps=1, num_mini_batches=plan.minibatches,
+        num_ppo_epochs=defaults.ppo_epochs, local_rollout_forward_batch_size=N, stop_token="eos",
+        response_length=defaults.max_new_tokens, temperature=1.0, learning_rate=defaults.actor_lr,
+        lr_scheduler_type="linear", kl_coef=defaults.kl_coef)  # fmt: skip
+    return PPOTrainer(
+        settings, tokenizer, policy, reference, EnvReward(flags, chat, prompts),
+        datasets.Dataset.from_dict({"input_ids": ids}), value,
+        eval_dataset=datasets.Dataset.from_dict({"input_ids": ids[:8]}))  # fmt: skip
+
+
+def trl(folder: str, flags: dict, seed: int) -> dict:
+    held_out, rows = HeldOut(folder, flags), []
+    model, _ = ppo_llm.load_hf_checkpoint(folder)
     with tempfile.TemporaryDirectory() as runs:
-        settings = PPOConfig(
-            output_dir=runs, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", seed=seed,
-            save_strategy="no", disable_tqdm=True, num_sample_generations=0, total_episodes=N * iterations,
-            per_device_train_batch_size=N, gradient_accumulation_steps=1, num_mini_batches=plan.minibatches,
-            num_ppo_epochs=defaults.ppo_epochs, local_rollout_forward_batch_size=N, stop_token="eos",
-            response_length=defaults.max_new_tokens, temperature=1.0, learning_rate=defaults.actor_lr,
-            lr_scheduler_type="linear", kl_coef=defaults.kl_coef)  # fmt: skip
-        trainer = PPOTrainer(
-            settings, tokenizer, policy, reference, EnvReward(flags, held_out.tokenizer, prompts),
-            datasets.Dataset.from_dict({"input_ids": ids}), value,
-            eval_dataset=datasets.Dataset.from_dict({"input_ids": ids[:8]}))  # fmt: skip
+        trainer = trl_trainer(folder, flags, seed, runs)
         clock = [0.0, time.perf_counter()]  # seconds that count, start of the iteration
 
         def log(metrics, *rest):  # once, after the updates of an iteration
             clock[0] += time.perf_counter() - clock[1]
             rows.append({"time/iteration": time.perf_counter() - clock[1], "objective/kl": metrics["objective/kl"],
                          "objective/reward": metrics["objective/scores"]})  # fmt: skip
-            if len(rows) % (iterations // 4) == 0:
-                model.load_state_dict(policy.state_dict(), strict=False)
-                held_out.add(len(rows) * N, clock[0], model)
+            if len(rows) % (flags["num_iterations"] // 4) == 0:
+                model.load_state_dict(trainer.policy_model.state_dict(), strict=False)
+                held_out.add(len(rows) * flags["rollout_batch_size"], clock[0], model)
             clock[1] = time.perf_counter()
 
         held_out.add(0, 0.0, model)
