@@ -22,7 +22,7 @@ import torch
 from common import ppo_llm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-FLAGS = learning_real.TASKS["sums, fast"] | dict(train_batch_size=32, ppo_epochs=1, max_grad_norm=1e9)
+FLAGS = learning_real.TASKS["sums, as TRL"] | dict(train_batch_size=32, ppo_epochs=1)
 
 
 class Done(Exception):

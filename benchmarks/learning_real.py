@@ -32,9 +32,12 @@ SUMS = dict(env_id="Sums-v0", rollout_batch_size=32, train_batch_size=16, max_pr
 CHEERFUL = dict(env_id="Cheerful-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64,
                 max_new_tokens=48, num_iterations=16, actor_lr=2e-5, critic_lr=2e-5)  # fmt: skip
 TWO = SUMS | dict(env_kwargs='{"digits": 2}', num_iterations=24, actor_lr=2e-5, critic_lr=2e-5)
+FAST = SUMS | dict(num_iterations=8, actor_lr=2e-5, critic_lr=2e-5)  # beside TRL
 TASKS = {
     "sums": SUMS | dict(num_iterations=28),
-    "sums, fast": SUMS | dict(num_iterations=8, actor_lr=2e-5, critic_lr=2e-5),  # beside TRL
+    "sums, fast": FAST,
+    "sums, as TRL": FAST | dict(max_grad_norm=1e9, lr_end=0.125),  # no clipping, the same mean learning rate
+    "sums, as TRL, to 0": FAST | dict(max_grad_norm=1e9, lr_end=0.0),
     "two digits": TWO,
     "two digits, partial": TWO | dict(env_kwargs='{"digits": 2, "partial": true}'),
     "two digits, curriculum": TWO | dict(env_kwargs='{"digits": 2, "partial": true, "curriculum": 512}'),
@@ -201,15 +204,16 @@ def draw_sums(results: dict) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(12, 3), layout="constrained", sharey=True)
     for axis, key, colors in [
         (axes[0], "samples", {"sums": "C0", "two digits, partial": "C2"}),
-        (axes[1], "samples", {"sums, fast": "C0"}), (axes[2], "seconds", {"sums, fast": "C0"}),
+        (axes[1], "samples", {"sums, as TRL": "C0", "sums, fast/trl": "C1"}),
+        (axes[2], "seconds", {"sums, as TRL": "C0", "sums, fast/trl": "C1"}),
     ]:  # fmt: skip
         for name, run in results.items():
             task, _, side = name.split("/")
-            if task in colors and side in ("ours", "trl"):
+            color = colors.get(task if side == "ours" else f"{task}/{side}")
+            if color:
                 y = [100 * point["sampled"]["success"] for point in run["points"]]
-                color = {"ours": colors[task], "trl": "C1"}[side]
                 axis.plot([point[key] for point in run["points"]], y, "o-", color=color, markersize=3)
-        labels = {"ours": "C0", "TRL": "C1"}
+        labels = {"ours, as TRL": "C0", "TRL": "C1"}
         if axis is axes[0]:
             labels = {"one digit, defaults": "C0", "two digits, partial rewards": "C2"}
         axis.legend(handles=[plt.Line2D([], [], color=color, label=label) for label, color in labels.items()])
@@ -219,14 +223,14 @@ def draw_sums(results: dict) -> None:
 
 
 def draw_cheerful(results: dict) -> None:
-    """Sentiment over KL, a point for each iteration; answers to held-out prompts before and after."""
+    """Sentiment over KL, means of four iterations; answers to held-out prompts before and after."""
     figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
     common.table(["", "prompt", "sampled answer"])
     for i, (name, run) in enumerate(sorted(results.items())):
-        kl, reward = ([row[key] for row in run["rows"]] for key in ("objective/kl", "objective/reward"))
-        label = name.split("/")[0]
-        if None not in kl:  # without a KL there is no reference to measure it
-            axes.plot(kl, reward, "o-", markersize=3, label=label)
+        label, rows = name.split("/")[0], run["rows"]
+        if rows[0]["objective/kl"] is not None:  # without a weight of the KL there is no reference to measure it
+            means = lambda key: [sum(row[key] for row in rows[k : k + 4]) / 4 for k in range(0, len(rows), 4)]
+            axes.plot(means("objective/kl"), means("objective/reward"), "o-", markersize=3, label=label)
         for point in (run["points"][-1:] if i else [run["points"][0], run["points"][-1]]):
             answers = point["sampled"]
             for prompt, response in list(zip(answers["prompts"], answers["responses"], strict=True))[:4]:
