@@ -156,7 +156,7 @@ Plan = namedtuple("Plan", "samples_per_iteration minibatches update_steps critic
 def plan_steps(args: Args, world_size: int = 1) -> Plan:
     """Samples and optimizer steps of an iteration and of the run.
 
-    Sizes are global, so `world_size` changes nothing. Raises UserError if they do not divide.
+    The same for any `world_size`: all sizes are global. Raises UserError if they do not divide.
     """
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples % args.train_batch_size:
@@ -276,7 +276,7 @@ class Rollout:
 class Microbatch(types.SimpleNamespace):
     """The n tokens of B samples, one after the other without padding, of which m were sampled.
 
-    `tokens` [n], `positions` [n] in their sample, `layout`: (place, B, T), how attention pads them.
+    `tokens` [n], `positions` [n] in their sample, `layout` (place [n] in B * T, B, T) for attention.
     `sampled` [m]: where the sampled tokens are in n; `stored` [m]: where in N * T, the experience.
     Its other fields are here for the sampled tokens only: `old_logprobs` [m], ..., `mask` all ones.
 
@@ -408,7 +408,7 @@ def make_experience(batch: Rollout, models, tokenizer: HFTokenizer, roles: Roles
     # --- Advantages, whitened over the rollout; returns are not
     # FORK: advantages.
     bootstrap = None
-    if args.bootstrap_truncated:  # V(state after the last token, which the mask must hold)
+    if args.bootstrap_truncated:  # V(state after the last token, which must be in the mask)
         after = score(critic, functools.partial(sampled_values, shift=0), ranks=roles.critics)  # [N, T]
         bootstrap = after[samples, last] * experience.truncated  # [N]
     advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
@@ -468,7 +468,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     plan = validate(args, WORLD_SIZE)  # fills in the flags that are None, too
     roles, dtype = connect(args)
     world, trainers, actors, critics, _ = roles
-    N = args.rollout_batch_size * args.n_samples_per_prompt  # samples of an iteration
+    N = args.rollout_batch_size * args.n_samples_per_prompt  # samples
     envs = make_envs(args, N, roles.players)
     eval_envs = make_envs(args, args.eval_episodes, world, evaluation=True)
     tokenizer, models = build_models(args, envs[0], roles, dtype)
@@ -487,7 +487,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
     print0(memory_line(models, min(args.rollout_slots, -(-N // roles.players.size)), args))
     state.eval_before = state.eval_before or evaluate(collector.play, eval_envs, args, state.iteration)
     run.print_results("before", state.eval_before)
-    # A rollout rank only samples, in a loop of its own; the one below then ends at once
+    # A rollout rank only samples, in a loop that takes `state.iteration` to its end
     interrupt = collector.run() if trainers.index is None else 0
 
     while state.iteration < args.num_iterations and not interrupt:
@@ -564,7 +564,7 @@ def ppo(args: Args, stack: contextlib.ExitStack) -> dict:
         actor_steps, early_stop = trainers.gather((actor_steps, early_stop))[0]  # an actor's rank
         critic_steps = trainers.gather(critic_steps)[-1]  # a critic's rank
         state.advance(args, actor_steps, critic_steps)
-        collector.sample_ahead()  # --rollout-ranks deliver what they sampled with the old weights
+        collector.sample_ahead()  # only --rollout-ranks: the next samples, from the old weights
         collector.publish_weights()
         interrupt = collector.interrupted()
         clock.append(time.time())
@@ -715,7 +715,7 @@ def begin_turn(actor: Transformer, cache: KVCache, slots: Slots, playing: dict, 
     new = slots.tokens[rows[:, None], positions]  # [R, width]
     no_logits = rows[:0]
     size = max(1, args.micro_batch_tokens // width)
-    for start in range(0, len(playing), size):
+    for start in range(0, len(playing), size):  # a view limits what is read, not written
         part = slice(start, start + size)
         actor(new[part], positions[part], cache.view(ids.shape[1], rows[part]), select=no_logits)
 
@@ -768,7 +768,7 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
             alive = len(playing)
             while alive:
                 for _ in range(K):
-                    decode(actor, cache.view(attend), slots, args.temperature, greedy)  # view caps attend
+                    decode(actor, cache.view(attend), slots, args.temperature, greedy)
                     attend += 1
                 steps += K
                 alive = int(slots.alive.sum())  # the host waits for the device
