@@ -2012,7 +2012,7 @@ class Collector:
         return concatenate([each for each in world.gather(mine) if each])
 
     def sample(self) -> Rollout:
-        """The samples of iteration `state.iteration` (its noise, too); those of a prompt are adjacent."""
+        """The samples of `state.iteration`, the same at each call; those of a prompt are adjacent."""
         args, state = self.args, self.state
         seeds = [state.next_prompt + i // args.n_samples_per_prompt for i in range(self.N)]
         return self.play(self.envs, seeds, args, state.iteration, players=self.roles.players)
@@ -2054,7 +2054,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of DCP in 
 
 @dataclass
 class TrainState:
-    """What one iteration leaves to the next, besides weights and moments."""
+    """What one iteration leaves to the next, besides weights and moments. Saved as JSON."""
 
     iteration: int = 0  # iterations done
     next_prompt: int = 0  # its seed
@@ -2195,10 +2195,9 @@ def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:
     if model is None:
         return {}
     tensors = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
-    for kind in ("exp_avg", "exp_avg_sq", "step") if optimizer and optimizer.state else ():
-        named = model.named_parameters()  # those that have never had a gradient have no state
-        state = optimizer.state
-        tensors[kind] = {name: state[p][kind] for name, p in named if p in state}
+    for name, p in model.named_parameters() if optimizer else ():
+        for kind, x in optimizer.state.get(p, {}).items():  # none if it has never had a gradient
+            tensors.setdefault(kind, {})[name] = x
     return tensors
 
 
@@ -2264,11 +2263,12 @@ def load_checkpoint(path: Path, saved: dict) -> TrainState:
         if (path / name).stat().st_size != size:
             raise ValueError(f"{name} has not the size it was saved with")
     for name, (model, optimizer, _) in saved.items():
-        if optimizer and (path / name / "exp_avg").is_dir():
-            for p in [p for group in optimizer.param_groups for p in group["params"]]:
-                zeros = functools.partial(torch.zeros_like, p.detach())
-                step = torch.zeros((), device=p.device)
-                optimizer.state[p] = {"exp_avg": zeros(), "exp_avg_sq": zeros(), "step": step}
+        kinds = {folder.name for folder in (path / name).glob("*")} - {"weights"}
+        groups = optimizer.param_groups if optimizer else ()
+        for p in [p for group in groups for p in group["params"]]:
+            step = torch.zeros((), device=p.device)
+            zeros = {kind: torch.zeros_like(p.detach()) for kind in kinds - {"step"}}
+            optimizer.state[p] = zeros | ({"step": step} if "step" in kinds else {})
         for kind, tensors in checkpoint_tensors(model, optimizer).items():
             never_updated = tensors.keys() if kind != "weights" else ()  # may lack moments
             read_tensors(tensors, path / name / kind, optional=never_updated)

@@ -207,8 +207,8 @@ def test_parameters_that_only_one_side_has_are_an_error(ppo, copied, tmp_path):
         train(ppo, tmp_path, resume="auto", env_id="SortDigits-v0", **WARMUP)  # an alphabet of another size
 
 
-def test_parameters_without_gradient_and_of_several_groups_are_saved_and_resumed(ppo, tmp_path):
-    """As in a fork that does not use all of them: they have no moments. The embedding has a learning rate of 0."""
+def test_parameters_without_gradient_several_groups_and_other_optimizers_are_resumed(ppo, tmp_path):
+    """Parameters without a gradient have no moments. The embedding has a learning rate of 0, the critic SGD."""
     original, embedding = ppo.Attention.__init__, []
 
     def init(self, *args):
@@ -218,7 +218,8 @@ def test_parameters_without_gradient_and_of_several_groups_are_saved_and_resumed
     def make_optimizer(model, args):
         first, *rest = model.parameters()
         embedding.append((first, first.clone()))
-        return torch.optim.AdamW([{"params": [first], "lr_scale": 0.0}, {"params": rest}], fused=True)
+        groups = [{"params": [first], "lr_scale": 0.0}, {"params": rest}]
+        return torch.optim.AdamW(groups) if model.head == "lm" else torch.optim.SGD(groups, momentum=0.9)
 
     groups = mock.patch.object(ppo, "make_optimizer", make_optimizer)
     with mock.patch.object(ppo.Attention, "__init__", init), groups:
@@ -229,7 +230,7 @@ def test_parameters_without_gradient_and_of_several_groups_are_saved_and_resumed
     assert without_clock(lines(resumed)) == without_clock(lines(run))[2:]
     assert all(torch.equal(weight, before) for weight, before in embedding)
     moments = safetensors.torch.load_file(a_file_of(newest(run), "actor/exp_avg"))
-    assert len(moments) > 10 and "unused" not in " ".join(moments)
+    assert len(moments) > 10 and "unused" not in " ".join(moments) and a_file_of(newest(run), "critic/momentum_buffer")
 
 
 @pytest.mark.slow
