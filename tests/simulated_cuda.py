@@ -154,7 +154,7 @@ def main():
     sys.path.insert(0, str(Path(path).resolve().parent))
     sys.argv = [path, *json.loads(runs[0])]  # a benchmark may read it when imported
     script, reports = importlib.import_module(Path(path).stem), []
-    for name in {"decode_step", "read_step"} & vars(script).keys():
+    for name in {"decode_step", "optimizer_step"} & vars(script).keys():
         setattr(script, name, partial(counted, getattr(script, name)))
     for flags in runs:
         sys.argv = [script.__file__, *json.loads(flags)]

@@ -34,8 +34,8 @@ FLAGS = {
        "ppo_epochs critic_epochs train_batch_size micro_batch_tokens eval_episodes keep_checkpoints temperature "
        "clip_low clip_high value_clip target_kl max_grad_norm env_timeout",
     -1: "seed sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations ref_sync_every gamma "
-        "missing_eos_penalty save_every critic_ranks rollout_ranks rollout_is_cap adam_beta1",
-    1.1: "gamma gae_lambda lr_end ref_sync_alpha clip_low adam_beta1", 1: "critic_ranks rollout_ranks dual_clip",
+        "missing_eos_penalty save_every rollout_is_cap adam_beta1",
+    1.1: "gamma gae_lambda lr_end ref_sync_alpha clip_low adam_beta1", 1: "dual_clip",
     math.inf: "critic_lr", math.nan: "actor_lr temperature", 2**70: "seed",
 }  # fmt: skip
 
@@ -107,7 +107,7 @@ def test_a_hung_environment_does_not_keep_the_process_alive(ppo, tmp_path):
 @pytest.mark.parametrize(("content", "parts"), [
     (GSM8K_LINE + "\n" + GSM8K_LINE[:-9], ["line 2"]), ('["1 + 1?", "#### 2"]', ["line 1"]), (None, []),
     (GSM8K_LINE + '\n{"prompt": "1 + 1?", "answer": "#### 2"}', ["line 2", "question"]), ("", ["no rows"]),
-    ('{"question": "1 + 1?", "answer": "two"}', ["line 1", "####"]), ('{"question": "caf\xe9"}', ["line 1", "UTF-8"]),
+    ('{"question": "1 + 1?", "answer": "two"}', ["line 1", "####"]), ('{"question": "caf\xe9"}', ["line 1", "utf-8"]),
 ])  # fmt: skip
 def test_gsm8k_file_that_is_wrong_is_named_with_the_line(ppo, tmp_path, content, parts):
     path = tmp_path / "train.jsonl"
@@ -146,8 +146,6 @@ def test_mistakes_of_forks_are_refused_and_their_flags_pass(ppo, tmp_path):
     fewer = lambda batch: dataclasses.replace(batch, mask=batch.mask & (batch.rewards == 0))
     with mock.patch.object(ppo, "rollout", changed(ppo.rollout, fewer)):
         refuse(ppo, tmp_path, "rewards of tokens outside the mask", begun=True)
-    with pytest.raises(ppo.UserError, match="sums / n_tokens"):
-        ppo.read_step([{"entropy": 0.5}], torch.tensor(1.0), 4, ppo.Ranks(range(1), torch.device("cpu")))
     with pytest.raises(ppo.UserError, match="3 samples selected: must be 270"):
         ppo.select(None, [0, 1, 2], ppo.plan_steps(ppo.Args(rollout_batch_size=270, train_batch_size=27)))
     fork = dataclasses.make_dataclass("Fork", [("threshold", float, -1.0)], bases=(ppo.Args,))

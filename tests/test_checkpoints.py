@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch
-from test_distributed import flags_of, in_turn, start  # noqa: F401
+from test_distributed import flags_of, start
 from test_train import SMALL, lines, without_clock
 
 pytestmark = [pytest.mark.shared, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -108,16 +108,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(ppo, whole, tmp_path, case):
     assert_same(whole(**flags), train(ppo, tmp_path, resume="auto", **flags))
 
 
-def test_experience_collected_ahead_belongs_to_the_checkpoint(ppo, in_turn, tmp_path):  # noqa: F811
-    flags = dict(num_iterations=4, rollout_ranks=1, kl_coef=0.1)
-    power_cut = mock.Mock(side_effect=RuntimeError("power cut"))
-    with on_call(ppo, "compute_gae", 3, power_cut), pytest.raises(RuntimeError, match="power cut"):
-        train(ppo, tmp_path, **flags)
-    run = train(ppo, tmp_path, resume="auto", **flags)
-    assert_same(train(ppo, tmp_path / "whole", **flags), run)
-    assert json.loads((newest(run) / "state.json").read_text())["state"]["ahead"] is None  # used up
-
-
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_after_the_iteration_with_checkpoint_and_export(ppo, whole, tmp_path, signum, code):
     handler, flags, run = signal.getsignal(signum), KL | dict(save_every=50), tmp_path / "run"
@@ -188,7 +178,7 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before(ppo, whole, copied, t
 def test_parameters_that_only_one_side_has_are_an_error(ppo, copied, tmp_path):
     """As in a fork that adds some to the model, and resumes, copies or loads what was saved before."""
     config = ppo.ModelConfig.from_hf(json.loads((copied / "model" / "config.json").read_text()))
-    world, plain, original = ppo.Ranks(range(1), torch.device("cpu")), ppo.Transformer(config), ppo.Attention.__init__
+    plain, original = ppo.Transformer(config), ppo.Attention.__init__
 
     def init(self, *args):
         original(self, *args)
@@ -200,7 +190,7 @@ def test_parameters_that_only_one_side_has_are_an_error(ppo, copied, tmp_path):
             train(ppo, tmp_path, resume="auto", **WARMUP)
     for source, target in ((plain, adapted), (adapted, plain)):
         with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.adapter"):
-            ppo.copy_weights(source, target, world, world)
+            ppo.copy_weights(source, target)
     with pytest.raises(ppo.UserError, match=r"model: .*other names.*layers\.0\.self_attn\.adapter"):
         ppo.load_weights(adapted, copied / "model")
     with pytest.raises(ppo.UserError, match=r"iter_000003.*actor.*other names or shapes.*model\.embed_tokens\.weight"):

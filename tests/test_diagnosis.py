@@ -96,8 +96,8 @@ FAULTS = {  # name: (flags, cause, function of the script, what replaces it)
         CONSTANT, "advantage_zero", "compute_gae", lambda gae, rewards, values, *rest, stale: gae(
             rewards, torch.ones_like(values), *rest)),
     "bfloat16 weights": (
-        dict(actor_lr=1e-6), "bf16_underflow", "on_meta", lambda make, config, head="lm", stale=None: make(
-            config, head).to(torch.bfloat16 if head == "lm" else torch.float32)),
+        dict(actor_lr=1e-6), "bf16_underflow", "on_meta", lambda make, config, head="lm", dtype=None, stale=None: make(
+            config, head, torch.bfloat16 if head == "lm" else torch.float32)),
     "stale sampler weights": (
         {}, "sampler_mismatch", "rollout", lambda roll, actor, *args, stale: roll(first_model(stale, actor), *args)),
     "empty mask": ({}, "empty_mask", "rollout", empty_mask),

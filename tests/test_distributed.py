@@ -16,7 +16,7 @@ import distributed_worker
 import pytest
 import safetensors.torch
 import torch
-from test_train import SMALL, assert_same_metrics, lines, record
+from test_train import SMALL, assert_same_metrics, lines
 
 pytestmark = pytest.mark.shared
 
@@ -24,8 +24,6 @@ RUN = SMALL | dict(
     ppo_epochs=1, actor_lr=1e-3, micro_batch_tokens=30, sft_steps=1, save_every=1, kl_coef=0.05, ref_sync_every=1,
     ref_sync_alpha=0.5, entropy_coef=0.01, bootstrap_truncated=True, missing_eos_penalty=0.1)
 ONE = RUN | dict(num_iterations=1, sft_steps=0, save_every=0)
-AHEAD = RUN | dict(num_iterations=3, keep_checkpoints=3, rollout_ranks=1, actor_lr=1e-2)
-OLD = AHEAD | dict(recompute_old_logprobs=False, save_every=0)
 FEW = ONE | dict(rollout_batch_size=3, train_batch_size=1)  # at each step a rank has no row
 
 
@@ -95,22 +93,9 @@ def more(ppo, launch, alone):
     resumed = RUN | dict(resume=str(alone / "checkpoints" / "iter_000001"))
     continued = RUN | dict(num_iterations=3, run_name="stopped", resume="auto")
     return launch(
-        ppo, 2, ("apart", RUN | dict(critic_ranks=1), None), ("few", FEW, None), ("nan", ONE, {"nan": 1}),
+        ppo, 2, ("few", FEW, None), ("nan", ONE, {"nan": 1}),
         ("stopped", RUN | dict(num_iterations=3, save_every=9), {"signal": 1}), ("continued", continued, None),
         ("resumed", resumed, None), ("half", ONE | dict(dtype="bfloat16"), None))  # fmt: skip
-
-
-@pytest.fixture
-def in_turn(ppo):
-    """With rollout_ranks, one process samples iteration i + 1 after update i with the weights from before it."""
-    validate, connect = ppo.validate, ppo.connect
-
-    def connect_one(args):
-        with mock.patch.object(args, "rollout_ranks", 0):
-            return connect(args)
-
-    with mock.patch.multiple(ppo, validate=lambda args, size: validate(args, size + 1), connect=connect_one):
-        yield
 
 
 def saw(folder, name):
@@ -152,51 +137,6 @@ def test_a_checkpoint_of_one_process_is_resumed_by_two_ranks(alone, more):
 
 
 @pytest.mark.slow
-def test_actor_and_critic_on_ranks_of_their_own_give_the_numbers_of_one_process(ppo, alone, launch, more):
-    same_run(more / "apart", alone)
-    flags = RUN | dict(critic_ranks=2, activation_checkpointing=True)
-    same_run(launch(ppo, 4, ("apart", flags, None)) / "apart", alone)
-
-
-def test_samples_are_one_iteration_old_and_weights_correct_for_it(ppo, in_turn, tmp_path):
-    run = record(ppo, tmp_path, num_iterations=4, rollout_ranks=1, actor_lr=0.05)
-    actor, sampler = ([weights[name] for weights in run.weights] for name in ("actor", "sampler"))
-    assert torch.equal(sampler[0], actor[0])
-    for i in (1, 2, 3):  # recorded when rollout i is sampled: here after update i - 1
-        assert torch.equal(sampler[i], actor[i - 1]) and not torch.equal(sampler[i], actor[i])
-    rows = lines(run.folder)
-    assert [row["ratio/sampler_age"] for row in rows] == [0, 1, 1, 1]
-    assert max(row["ratio/first_dev"] for row in rows) < 1e-5  # the proximal policy
-    for row, experience in list(zip(rows, run.experiences, strict=True))[1:]:
-        weights = (experience.old_logprobs - experience.logprobs)[experience.mask].exp()
-        seen = [row[f"rollout/is_{name}"] for name in ("weight_mean", "weight_max", "capped")]
-        expected = [float(weights.mean()), float(weights.max()), float((weights > 2).float().mean())]
-        assert seen == pytest.approx(expected, rel=1e-5) and expected[1] > 2
-        assert row.get("ratio/diagnosis") not in ("sampler_mismatch", "forward_mismatch")
-
-
-@pytest.mark.slow
-@pytest.mark.both
-def test_rollout_ranks_give_the_numbers_of_one_process(ppo, launch, in_turn, tmp_path):
-    distributed_worker.run(ppo, tmp_path, "one", AHEAD)
-    distributed_worker.run(ppo, tmp_path, "old", OLD)
-    middle, stopped = str(tmp_path / "one" / "checkpoints" / "iter_000001"), dict(run_name="stopped", save_every=9)
-    two = launch(
-        ppo, 2, ("one", AHEAD, None), ("old", OLD, None), ("resumed", AHEAD | dict(resume=middle), None),
-        ("stopped", AHEAD | stopped, {"signal": 1}), ("continued", AHEAD | stopped | dict(resume="auto"), None))
-    three = launch(ppo, 3, ("two and one", AHEAD, None), ("apart", AHEAD | dict(critic_ranks=1), None))
-    for run in (two / "one", three / "two and one", three / "apart", two / "stopped"):
-        same_run(run, tmp_path / "one")
-    same_run(two / "resumed", tmp_path / "one", after=1)
-    same_run(two / "old", tmp_path / "old")
-    assert {row.get("ratio/diagnosis") for row in lines(two / "old")} <= {None, "too_tight_clip"}
-    assert [seen["code"] for name in ("stopped", "continued") for seen in saw(two, name)] == [143, 143, 0, 0]
-    distributed_worker.run(ppo, tmp_path, "here", AHEAD | dict(rollout_ranks=0, num_iterations=2, resume=middle))
-    [row] = lines(tmp_path / "here")  # samples again, with the weights that train
-    assert row["ratio/sampler_age"] == 0 and row["debug/sampler_trainer_logprob_diff"] < 1e-5
-
-
-@pytest.mark.slow
 def test_ranks_without_rows_make_the_same_calls_and_do_not_count(ppo, launch, more):
     first, second = saw(more, "few")
     assert first["empty"] + second["empty"] > 5
@@ -210,9 +150,8 @@ def test_ranks_get_as_many_microbatches_of_nearly_the_same_tokens(ppo, ranks, bu
     for n in (256, 7, 1):
         minibatch, shares = torch.randperm(512)[:n], []
         for rank in range(ranks):
-            group = ppo.Ranks(range(ranks), torch.device("cpu"))
-            group.index = rank
-            shares.append(ppo.microbatches(minibatch, lengths, group, budget))
+            group = ppo.World(torch.device("cpu"), rank, ranks)
+            shares.append(ppo.microbatches(minibatch, lengths, budget, group))
         parts = [part for share in shares for part in share]
         assert sorted(torch.cat(parts).tolist()) == sorted(minibatch.tolist())
         assert len({len(share) for share in shares}) == 1
@@ -224,11 +163,10 @@ def test_ranks_get_as_many_microbatches_of_nearly_the_same_tokens(ppo, ranks, bu
 
 
 @pytest.mark.slow
-def test_ranks_shard_the_models_they_train_beside_a_whole_sampler(two, more):
-    sharded, sampler = ["DTensor", "torch.float32"], {"sampler": ["Parameter", "torch.float32"]}
-    actors, critics = {"actor": sharded, "reference": sharded} | sampler, {"critic": sharded} | sampler
-    assert [seen["models"] for seen in saw(two, "run")] == [actors | critics] * 2
-    assert [seen["models"] for seen in saw(more, "apart")] == [actors, critics]
+def test_ranks_shard_the_models_they_train_beside_a_whole_sampler(two):
+    sharded, whole = ["DTensor", "torch.float32"], ["Parameter", "torch.float32"]
+    models = dict(actor=sharded, critic=sharded, reference=sharded, sampler=whole)
+    assert [seen["models"] for seen in saw(two, "run")] == [models] * 2
 
 
 @pytest.mark.slow
@@ -258,20 +196,19 @@ def test_a_signal_on_one_rank_ends_all_after_the_iteration_and_they_can_be_resum
 
 @pytest.mark.slow
 def test_an_error_of_all_ranks_is_said_once_with_exit_code_two(ppo, tmp_path):
-    code, output = finish(start(torchrun(2, ppo.__file__, *flags_of(critic_ranks=2)), tmp_path), timeout=60)
-    assert code != 0 and output.count("error: --critic-ranks 2, --rollout-ranks 0: must leave") == 1, output
+    code, output = finish(start(torchrun(2, ppo.__file__, *flags_of(gamma=2)), tmp_path), timeout=60)
+    assert code != 0 and output.count("error: --gamma 2.0: must be at least 0 and at most 1") == 1, output
     assert re.search(r"rank +: 0 .*\n +exitcode +: 2 ", output), output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rollout_ranks", [0, 1])
-def test_an_error_of_one_rank_ends_all(ppo, tmp_path, rollout_ranks):
-    """Seed 14 belongs to the second iteration of 8 prompts, and to the second rank."""
-    faulty = dict(env_id="environments:Constant-v0", env_kwargs='{"reward": "?", "first": 14}')
-    flags = flags_of(rollout_ranks=rollout_ranks, **faulty)
-    code, output = finish(start(torchrun(2, ppo.__file__, *flags), tmp_path), timeout=60)
-    assert code != 0 and output.count("error: environment Constant-v0, sample 6, seed 14") == 1, output
-    assert len(lines(tmp_path / "run")) == 1 - rollout_ranks  # whose second rollout is at the same time
+def test_an_error_of_one_rank_ends_all(ppo, tmp_path):
+    """The 15th prompt belongs to the second iteration of 8 prompts, and to the second rank."""
+    seed = ppo.first_prompt(ppo.Args()) + 14
+    faulty = dict(env_id="environments:Constant-v0", env_kwargs=json.dumps({"reward": "?", "first": seed}))
+    code, output = finish(start(torchrun(2, ppo.__file__, *flags_of(**faulty)), tmp_path), timeout=60)
+    assert code != 0 and output.count(f"error: environment Constant-v0, sample 6, seed {seed}") == 1, output
+    assert len(lines(tmp_path / "run")) == 1
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_the_prompt_has_one_bos_with_or_without_template_and_feedback_none(ppo, 
 def test_a_template_that_fails_is_an_error(ppo, tmp_path):
     for template in ("{{ raise_exception('no') }}", "{{ messages[7].x }}", "{% for %}", "{{ ''.__class__.mro() }}"):
         write_tokenizer(tmp_path, template)
-        with pytest.raises(ppo.UserError, match=f"{tmp_path}: .*chat template"):
+        with pytest.raises(ppo.UserError, match=f"chat template of {tmp_path}: "):
             ppo.HFTokenizer(tmp_path).encode_prompt("x")
 
 
@@ -182,14 +182,22 @@ def test_an_export_overwrites_an_earlier_one_and_loads_back(ppo, tmp_path, kind,
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_scalar_head_is_read_from_the_files_or_starts_at_zero(ppo, tmp_path, tied):
+def test_a_scalar_head_must_be_in_the_files_and_have_one_label(ppo, tmp_path, tied):
+    """Otherwise a language model, or a classifier, would be a reward model that means nothing."""
     model = export(ppo, tmp_path / "out", tie_word_embeddings=tied)
+    with pytest.raises(ppo.UserError, match=r"score\.weight is missing in the files, \[1, 32\] in the model"):
+        ppo.load_hf_checkpoint(tmp_path / "out", head="scalar")
+    edit(tmp_path / "out", "score.weight", torch.randn(2, 32))
+    with pytest.raises(ppo.UserError, match=r"score\.weight is \[2, 32\] in the files, \[1, 32\] in the model"):
+        ppo.load_hf_checkpoint(tmp_path / "out", head="scalar")
+    score = torch.randn(1, 32)
+    edit(tmp_path / "out", "score.weight", score)
     critic, _ = ppo.load_hf_checkpoint(tmp_path / "out", head="scalar")
-    assert equal_states(critic.model, model.model)
-    assert torch.equal(critic(torch.randint(110, (2, 5))), torch.zeros(2, 5))
-    file, score = tmp_path / "out" / "model.safetensors", torch.randn(1, 32)
-    safetensors.torch.save_file(safetensors.torch.load_file(file) | {"score.weight": score}, file)
-    assert torch.equal(ppo.load_hf_checkpoint(tmp_path / "out", head="scalar")[0].score.weight, score)
+    assert equal_states(critic.model, model.model) and torch.equal(critic.score.weight, score)
+    half, _ = ppo.load_hf_checkpoint(tmp_path / "out", torch.bfloat16, head="scalar")  # its head stays in float32
+    tokens = torch.randint(110, (2, 5))
+    assert half.model.norm.weight.dtype == torch.bfloat16 and half(tokens).dtype == torch.float32
+    torch.testing.assert_close(half(tokens), critic(tokens), rtol=0.1, atol=0.3)
 
 
 def edit(folder, name, tensor):
@@ -206,7 +214,7 @@ NORM, WEIGHTS = "model.layers.1.input_layernorm.weight", "model.safetensors"
 @pytest.mark.parametrize("named, damage", [
     ("config.json", [remove("config.json")]), ("config.json", [cut("config.json", 9)]), ("norm", [remove(WEIGHTS)]),
     ("safetensors", [cut(WEIGHTS, -9)]), ("safetensors", [cut(WEIGHTS, 20)]), ("safetensors", [cut(WEIGHTS, 0)]),
-    ("layernorm", [write_sharded, remove("model-00002-of-00002.safetensors")]),
+    ("layers.0", [write_sharded, remove("model-00002-of-00002.safetensors")]),
     (NORM, [tensor(NORM, torch.zeros(7))]), (NORM, [tensor(NORM, None)]), ("lora", [tensor("lora", torch.zeros(2))]),
     ("lm_head.weight", [tensor("lm_head.weight", None)]),
     ("tokenizer.json", [remove("tokenizer.json")]), ("tokenizer.json", [cut("tokenizer.json", 99)]),
@@ -224,22 +232,22 @@ def test_damaged_folders_are_one_line_that_names_file_or_tensor(ppo, tmp_path, n
 
 
 def test_weights_are_copied_by_name_and_in_place(ppo):
-    one = ppo.Ranks(range(1), torch.device("cpu"))
     actor, sampler = random_model(ppo), random_model(ppo)
     addresses = [p.data_ptr() for p in sampler.parameters()]
-    ppo.copy_weights(actor, sampler, one, one)
+    ppo.copy_weights(actor, sampler)
     assert equal_states(actor, sampler) and addresses == [p.data_ptr() for p in sampler.parameters()]
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_bfloat16_forwards_train_float32_weights_and_the_sampler_agrees(ppo, tied):
     try:
-        (world, _, actors, *_), dtype = ppo.connect(ppo.Args(device="cpu", dtype="bfloat16"))
+        args = ppo.Args(device="cpu", dtype="bfloat16", compile="off")
+        world, dtype = ppo.connect(args), torch.bfloat16
         actor, tokens = random_model(ppo, tie_word_embeddings=tied, rope_scaling=LLAMA3_ROPE), torch.arange(9)[None]
         exact = actor(tokens).detach()
         sampler = ppo.materialize(ppo.on_meta(actor.config).to(dtype), world.device)
-        ppo.shard(actor, actors, ppo.Args(), dtype)
-        ppo.copy_weights(actor, sampler, actors, world)
+        ppo.shard(actor, args, world)
+        ppo.copy_weights(actor, sampler)
         assert {p.dtype for p in sampler.parameters()} == {torch.bfloat16} and torch.equal(sampler.rope, actor.rope)
         assert (sampler.lm_head.weight is sampler.model.embed_tokens.weight) == tied
         trained = actor(tokens)

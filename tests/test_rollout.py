@@ -102,8 +102,8 @@ def test_recorded_logprobs_are_those_of_the_training_forward(ppo, tokenizer, env
     for greedy in (False, True):
         batch = run(ppo, actor, tokenizer, env, 20, None, 0, greedy, temperature=temperature, rollout_slots=7)
         experience = ppo.Experience.from_rollout(batch, torch.device("cpu"))
-        logprobs_of, one = lambda *x: ppo.sampled_logprobs(*x, temperature)[0], ppo.Ranks(range(1), torch.device("cpu"))
-        logprobs = ppo.forward_all(actor, logprobs_of, experience, one, one, ppo.Args())
+        logprobs_of, one = lambda *x: ppo.sampled_logprobs(*x, temperature)[0], ppo.World(torch.device("cpu"))
+        logprobs = ppo.forward_all(lambda mb: logprobs_of(actor, mb), experience, ppo.Args(), one)
         torch.testing.assert_close(batch.logprobs, logprobs, atol=1e-5, rtol=0)
         policy = torch.distributions.Categorical(logits=actor(batch.tokens)[:, :-1] / temperature)
         plain = policy.log_prob(batch.tokens[:, 1:]) * batch.mask[:, 1:]
@@ -147,12 +147,13 @@ def test_dense_rewards_of_tokens_that_are_not_characters(ppo):
     bpe = ppo.tokenizers.ByteLevelBPETokenizer({token: i for i, token in enumerate(vocab)}, [("a", "b")])
     hf = ppo.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<eos>")
     tokenizer, episode = ppo.HFTokenizer("bytes", hf), ppo.Episode(None, "sample 7")
-    episode.extend([*tokenizer.encode("abcé"), 0, *tokenizer.encode("d"), 0], 7 * [0.0])
-    episode.add_dense_rewards([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 16.0), (5, 32.0)], tokenizer)
+    answer = lambda pairs: ("", 0.0, True, False, {"rewards": pairs})
+    episode.add_response([*tokenizer.encode("abcé"), 0, *tokenizer.encode("d"), 0], 7 * [0.0])
+    episode.take_answer(answer([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 16.0), (5, 32.0)]), tokenizer)
     assert episode.rewards == [3.0, 4.0, 0.0, 8.0, 0.0, 48.0, 0.0]
     for wrong in [(0, 1.0)], [(6, 1.0)], [(1, math.nan)], [("1", 1.0)], [(1, "1.0")], [1], 1:
-        with pytest.raises(ppo.UserError, match="sample 7: info"):
-            episode.add_dense_rewards(wrong, tokenizer)
+        with pytest.raises(ppo.UserError, match=r"info.*of sample 7: "):
+            episode.take_answer(answer(wrong), tokenizer)
 
 
 @pytest.mark.parametrize("feedback", ["fade", ""])

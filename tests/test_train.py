@@ -140,7 +140,7 @@ def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, c
     assert seen.summary["update_steps"] == seen.rows[-1]["charts/actor_steps"] == actor
     assert sum(len(batch.texts) for batch in seen.batches) == plan.episodes_total
     assert [name for name, _ in itertools.groupby(names)][:2] == ["critic", "actor"]
-    assert ppo.plan_steps(ppo.Args()) == (256, 4, 8, 8, 2160, 2160, 69120)  # what the README says
+    assert dataclasses.astuple(ppo.plan_steps(ppo.Args())) == (256, 4, 8, 8, 2160, 2160, 69120)  # what the README says
 
 
 def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_iterations(run):
@@ -160,12 +160,15 @@ def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_ite
 
 def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo, run):
     experience = run().experiences[0]
-    ranks, args, orders = ppo.Ranks(range(1), torch.device("cpu")), ppo.Args(train_batch_size=4), set()
-    for iteration, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        parts = [part for _, part in ppo.shuffled_minibatches(experience, ranks, args, iteration, epoch)]
-        order = [frozenset(int(x) // experience.tokens.shape[1] for mb in part for x in mb.stored) for part in parts]
-        assert [len(rows) for rows in order] == [4, 4] and order[0] | order[1] == set(range(8))
-        orders.add(tuple(order))
+    ranks, args, orders = ppo.World(torch.device("cpu")), ppo.Args(train_batch_size=4), set()
+    experience = dataclasses.replace(experience, extras={"row": torch.arange(8)})
+    for iteration in (0, 1):
+        experience = dataclasses.replace(experience, iteration=iteration)
+        parts = [part for _, part in ppo.minibatches(experience, 2, args, ranks)]
+        order = [frozenset(row for mb in part for row in mb.extras["row"].tolist()) for part in parts]
+        for epoch in (order[:2], order[2:]):
+            assert [len(rows) for rows in epoch] == [4, 4] and epoch[0] | epoch[1] == set(range(8))
+            orders.add(tuple(epoch))
     assert len(orders) == 4
 
 
@@ -232,7 +235,7 @@ def test_kl_in_the_reward_is_taken_from_every_sampled_token(run, kind, kl):
     logratio = experience.old_logprobs - experience.ref_logprobs
     assert (logratio[batch.mask].abs() > 1e-6).all() and not logratio[~batch.mask].any()
     assert torch.allclose(rewards, batch.rewards - 5.0 * kl(logratio), atol=1e-6)
-    assert torch.equal(experience.scores, batch.rewards.sum(1))  # the logged reward is without it
+    assert torch.equal(experience.sample_rewards, batch.rewards.sum(1))  # the logged reward is without it
     assert seen.rows[1]["objective/kl"] == pytest.approx(float(logratio.sum(1).mean()), abs=1e-6)
 
 

@@ -93,10 +93,12 @@ def chat_ids(tokenizer, *turns):
 def test_logprobs_and_entropy_are_those_of_transformers(ppo, checkpoint):
     folder, theirs, _ = checkpoint
     ours, tokens = ppo.load_hf_checkpoint(folder)[0], torch.randint(VOCABULARY, (2, 9))
-    logprobs, entropy = ours(tokens, select=torch.arange(8), targets=tokens[0, 1:], temperature=0.7)
-    expected = torch.distributions.Categorical(logits=theirs(tokens).logits[0, :-1] / 0.7)
-    torch.testing.assert_close(logprobs, expected.log_prob(tokens[0, 1:]), rtol=0, atol=1e-4)
-    torch.testing.assert_close(entropy, expected.entropy(), rtol=0, atol=1e-4)
+    sampled = (torch.arange(9) > 0).expand(2, 9)
+    packing = ppo.Packing.of(torch.tensor([9, 9]), sampled, tokens.device)
+    logprobs, entropy = ours(tokens, packing=packing, temperature=0.7)
+    expected = torch.distributions.Categorical(logits=theirs(tokens).logits[:, :-1] / 0.7)
+    torch.testing.assert_close(logprobs[:, 1:], expected.log_prob(tokens[:, 1:]), rtol=0, atol=1e-4)
+    torch.testing.assert_close(entropy[:, 1:], expected.entropy(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -119,10 +121,10 @@ def test_the_training_forward_is_that_of_padded_rows_in_transformers(ppo, checkp
     for parts in ([[2, 0, 1, 3]], [[0], [1], [2], [3]]):
         ours.zero_grad()
         for rows in parts:
-            mb = experience.microbatch(torch.tensor(rows))
-            logprobs = ppo.sampled_logprobs(ours, mb, 0.7)[0]
-            torch.testing.assert_close(logprobs, expected.flatten()[mb.stored], rtol=5e-6, atol=2e-6)
-            (logprobs * weight.flatten()[mb.stored]).sum().backward()
+            logprobs = ppo.sampled_logprobs(ours, experience[torch.tensor(rows)], 0.7)[0]  # [B, T]
+            T = logprobs.shape[1]
+            torch.testing.assert_close(logprobs, expected[rows, :T], rtol=5e-6, atol=2e-6)
+            (logprobs * weight[rows, :T]).sum().backward()
         for p, gradient in zip(ours.parameters(), gradients, strict=True):
             assert (p.grad - gradient).norm() <= 5e-6 * gradient.norm()
 
