@@ -87,7 +87,7 @@ def test_environment_whose_prompts_are_malformed_or_too_long(ppo, tmp_path, retu
 @pytest.mark.both
 @pytest.mark.parametrize(("env", "part"), [
     ("RewardNaN", "('', nan, "), ("RewardInf", "('', inf, "), ("RewardNone", "('', None, "),
-    ("RewardString", "('', '1.0', "), ("Raises", "RuntimeError: the judge is out of order"),
+    ("RewardString", "('', '1.0', "), ("Raises", "RuntimeError: the judge is out of order (/"),
     ("FourValues", "step() returned ('', 1.0, True, {})"), ("WrongSignature", "TypeError"),
     ("Hangs", "step() gave no answer within --env-timeout 1 s"),
 ])  # fmt: skip
@@ -95,6 +95,19 @@ def test_environment_that_fails_is_named_with_sample_and_prompt(ppo, tmp_path, e
     where = f"environment {env}-v0, sample 0, seed 0, prompt 'ab='"
     refuse(ppo, tmp_path, where, part, begun=True, env_id=f"environments:{env}-v0", env_timeout=1.0)
     assert json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_bug_of_an_environment_is_found(ppo, tmp_path):
+    """By the traceback of its constructor, and by the line of its method."""
+    run = lambda: ppo.train(ppo.Args(**SMALL | dict(log_dir=str(tmp_path))))
+    with mock.patch("environments.TextEnv.__init__", lambda self: self.missing, create=True):
+        with pytest.raises(AttributeError, match="missing"):
+            run()
+    namespace = {}
+    exec(compile("def reset(self, *, seed=None, options=None):\n    return 1 / 0\n", "/x/raises.py", "exec"), namespace)
+    with mock.patch("environments.TextEnv.reset", namespace["reset"]):
+        with pytest.raises(ppo.UserError, match=r"ZeroDivisionError: division by zero \(/x/raises\.py, line 2\)"):
+            run()
 
 
 @pytest.mark.slow

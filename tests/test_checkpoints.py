@@ -150,6 +150,23 @@ def test_resume_takes_a_run_by_name_a_folder_or_a_single_checkpoint(ppo, copied,
         train(ppo, tmp_path, resume=str(tmp_path / "nowhere"), run_name="newer")
 
 
+def test_a_resume_under_other_flags_says_which_and_keeps_the_first_configuration(ppo, copied, tmp_path, capsys):
+    first = (copied / "config.json").read_bytes()
+    train(ppo, tmp_path, resume="auto", **WARMUP | dict(num_iterations=4, actor_lr=2e-5, target_kl=0.5))
+    printed = re.findall(r"(?m)^  (--.*, in the checkpoint .*)$", capsys.readouterr().out)
+    assert printed == ["--num-iterations 4, in the checkpoint 3", "--actor-lr 2e-05, in the checkpoint 0.0005",
+                       "--target-kl 0.5, in the checkpoint None"]  # fmt: skip
+    assert (copied / "config.json").read_bytes() == first
+    assert json.loads((copied / "config_000003.json").read_text())["args"]["num_iterations"] == 4
+
+
+def test_a_checkpoint_without_a_reference_says_so(ppo, tmp_path):
+    run = train(ppo, tmp_path)  # with --kl-coef 0
+    with pytest.raises(ppo.UserError, match=r"iter_000003 was saved with --kl-coef 0: it has no reference"):
+        train(ppo, tmp_path, resume="auto", **KL)
+    assert iterations(run) == [2, 3] and len(lines(run)) == 3
+
+
 def a_file_of(checkpoint, folder):
     return next((checkpoint / folder).glob("*.safetensors"))
 

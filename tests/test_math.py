@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -306,6 +307,39 @@ def test_defaults_fill_what_was_not_given(ppo):
     args = ppo.Args(model="folder", kl_coef=0.0, actor_lr=0.0, critic_epochs=5, kl_in="loss", gamma=0.0)
     ppo.validate(args)
     assert (args.kl_coef, args.actor_lr, args.critic_epochs, args.kl_estimator) == (0, 0, 5, "k3")
+
+
+def test_statistics_of_a_step_do_not_depend_on_microbatches_or_on_the_denominator_of_the_loss(ppo):
+    case = policy_case()
+    parts = [[x[rows] for x in case] for rows in (slice(0, 1), slice(1, 4), slice(4, 6))]
+    steps = []
+    for batches, loss_denom in ([case], 11.0), (parts, 11.0), (parts, 100.0):
+        stats = ppo.StepStats(int(case[3].sum()), ppo.World(torch.device("cpu")))
+        for part in batches:
+            loss, means = ppo.policy_loss(*part, 0.2, 0.2, None, loss_denom)
+            stats.add_loss_terms(loss=loss * loss_denom)
+            stats.add_means(int(part[3].sum()), **means)
+        steps.append(stats.read(torch.tensor(1.0)))
+    assert steps[0] == pytest.approx(steps[1], rel=1e-5) and steps[0] == pytest.approx(steps[2], rel=1e-5)
+    assert steps[0]["dev_max"] > 0 < steps[0]["clipfrac"] and steps[0]["tokens"] == int(case[3].sum())
+
+
+def test_texts_are_scored_once_by_one_of_the_ranks(ppo):
+    """By the value at the last token of a conversation, whatever is beside it in a batch."""
+    tokenizer, critic, seen = ppo.HFTokenizer.from_texts(["abcdef="]), tiny_model(ppo, "scalar"), []
+    prompts, responses = ["a=", "abc=", "b=", "fe=", "f="], ["b", "", "abcabc", "dd", "e"]
+    expected = [critic(torch.tensor([tokenizer.encode(a + b)]))[0, -1].detach() for a, b in zip(
+        prompts, responses, strict=True)]  # fmt: skip
+    args = ppo.Args(micro_batch_tokens=9)
+    for size in (1, 2, 8):  # with eight ranks some have nothing to score
+        of_ranks = []
+        for rank in range(size):
+            world = ppo.World(torch.device("cpu"), rank, size)
+            with mock.patch.object(ppo.World, "all_reduce", lambda world, x: x):
+                of_ranks.append(ppo.score_texts(critic, tokenizer, prompts, responses, args, world))
+        seen.append(sum((scores != 0).int() for scores in of_ranks))
+        close(sum(of_ranks), torch.stack(expected), 1e-5)
+    assert all(torch.equal(count, torch.ones(5, dtype=torch.int32)) for count in seen)
 
 
 def test_the_number_behind_the_last_hashes_is_found(ppo):

@@ -89,6 +89,28 @@ def test_the_prompt_has_one_bos_with_or_without_template_and_feedback_none(ppo, 
     assert ppo.HFTokenizer(tmp_path).encode_prompt("hello") == [4, *ids_of("hello")]
 
 
+def test_a_conversation_ends_with_its_response(ppo, tmp_path):
+    tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, CHATML))
+    text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+    assert tokenizer.encode_conversation("hello", "yes") == ids_of(text)
+    plain = ppo.HFTokenizer(write_tokenizer(tmp_path, bos=True))
+    assert plain.encode_conversation("hello", "yes") == [4, *ids_of("helloyes")]
+
+
+@pytest.mark.parametrize(("flags", "threads"), [({}, 1), (dict(model="folder"), 2), (dict(OMP=True), 2)])
+def test_the_default_model_takes_one_thread_unless_the_user_says_otherwise(ppo, monkeypatch, flags, threads):
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if flags.pop("OMP", False):
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    try:
+        torch.set_num_threads(2)
+        ppo.connect(ppo.Args(device="cpu", **flags))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_template_that_fails_is_an_error(ppo, tmp_path):
     for template in ("{{ raise_exception('no') }}", "{{ messages[7].x }}", "{% for %}", "{{ ''.__class__.mro() }}"):
         write_tokenizer(tmp_path, template)

@@ -158,6 +158,23 @@ def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_ite
     assert [row.get("charts/actor_lr") for row in seen.rows] == [None, None, rates["actor"][3], rates["actor"][7]]
 
 
+def test_training_prompts_depend_on_the_seed_and_are_not_those_of_the_evaluation(ppo, run):
+    """Of an environment without a split: seeds of the evaluation are the same for all, training has others."""
+    with_seed = [run(seed=seed, env_id="SortDigits-v0", eval_env_kwargs='{"split": "train"}') for seed in (1, 2)]
+    trained = [[prompt for batch in seen.batches for prompt in batch.prompts] for seen in with_seed]
+    evaluated = [[prompt for batch, *_ in seen.evaluations for prompt in batch.prompts] for seen in with_seed]
+    assert evaluated[0] == evaluated[1] and not set(trained[0]) & set(trained[1])
+    assert not set(evaluated[0]) & {*trained[0], *trained[1]}
+
+
+def test_an_epoch_over_a_file_asks_every_row_once(run, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(24)))
+    flags = dict(env_id="GSM8K-v0", env_kwargs=json.dumps({"path": str(path)}), max_prompt_tokens=99)
+    prompts = [prompt for batch in run(num_iterations=3, **flags).batches for prompt in batch.prompts]
+    assert len(prompts) == len(set(prompts)) == 24
+
+
 def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo, run):
     experience = run().experiences[0]
     ranks, args, orders = ppo.World(torch.device("cpu")), ppo.Args(train_batch_size=4), set()
@@ -170,6 +187,37 @@ def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo, run):
             assert [len(rows) for rows in epoch] == [4, 4] and epoch[0] | epoch[1] == set(range(8))
             orders.add(tuple(epoch))
     assert len(orders) == 4
+
+
+def test_data_of_forks_stay_with_their_samples(ppo, tmp_path):
+    """Extras [N] and [N, T] go over ranks, through `select` and into the microbatches; another shape is an error."""
+    collect, getitem, differences = ppo.play, ppo.Experience.__getitem__, []
+
+    def play(sampler, tokenizer, envs, seeds, iteration, *rest, **kwargs):
+        batch = collect(sampler, tokenizer, envs, seeds, iteration, *rest, **kwargs)
+        if iteration < 0:
+            return batch
+        batch.extras = {"first": batch.tokens[:, 0].clone(), "copy": 10 * batch.tokens}
+        short = {name: getattr(batch, name)[:, :7] for name in ("tokens", "mask", "logprobs", "rewards")}
+        extras = {name: x[..., :7] if x.ndim > 1 else x for name, x in batch.extras.items()}
+        other = dataclasses.replace(batch, **short, extras=extras)  # as of a rank whose longest sample is shorter
+        both = ppo.concatenate([other, batch])
+        return ppo.select(both, list(range(8, 16)), ppo.plan_steps(ppo.Args(**SMALL)))
+
+    def watched(experience, rows):
+        mb = getitem(experience, rows)
+        differences.append((mb.tokens[:, 0] - mb.extras["first"]).abs().sum())
+        differences.append((10 * mb.tokens - mb.extras["copy"]).abs().sum())
+        return mb
+
+    with mock.patch.object(ppo, "play", play), mock.patch.object(ppo.Experience, "__getitem__", watched):
+        record(ppo, tmp_path, micro_batch_tokens=30)
+    assert len(differences) > 40 and not any(differences)
+    x, lengths = torch.zeros(2, 5), torch.tensor([5, 5])
+    for extra in (torch.zeros(2, 4), torch.zeros(3), torch.zeros(2, 5, 1)):
+        batch = ppo.Rollout(x, x > 0, x, x, lengths, ["eos"] * 2, [], {}, [], [], {"x": extra})
+        with pytest.raises(ppo.UserError, match=r"extras: x is \[.*\]: must be \[N\] or \[N, T\]"):
+            ppo.Experience.from_rollout(batch, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("flags", [
