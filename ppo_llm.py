@@ -186,7 +186,8 @@ class Args:
 
     # Discount factor per token.
     gamma: Fraction = 1.0
-    # Lambda of generalized advantage estimation: 1 trusts the rewards alone, 0 mostly the critic.
+    # Lambda of generalized advantage estimation. With 1 the advantage of a token rests on all rewards
+    # after it, with 0 on the critic's value of the next token; values between mix the two.
     gae_lambda: Fraction = 0.95
     # The probability ratio of new and old policy is clipped from below at 1 - clip_low.
     clip_low: Annotated[float, Range(1e-9, 1)] = 0.2
@@ -1096,7 +1097,9 @@ class Packing:
 
     def unpack_sampled(self, x: Tensor) -> Tensor:
         """[m] -> [B, T], 0 where nothing was sampled"""
-        return self.put(x, self.place[self.sampled]).clone()  # FSDP wants no view from a model
+        # clone, since a model must not return a view: if somebody changed it in place, FSDP would not
+        # gather the weights for the backward pass, and the gradients would be wrong.
+        return self.put(x, self.place[self.sampled]).clone()
 
     def put(self, x: Tensor, place: Tensor) -> Tensor:
         """[k, ...] -> [B, T, ...], at the indices `place` [k] of B * T, 0 elsewhere"""
@@ -1242,7 +1245,7 @@ class Transformer(nn.Module):
 
     def values(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [...], in fp32, since bfloat16 is coarser than the value clip."""
-        return self.score(x.float())[..., 0].clone()  # FSDP wants no view from a model
+        return self.score(x.float())[..., 0].clone()  # clone: see Packing.unpack_sampled
 
 
 class KVCache:
