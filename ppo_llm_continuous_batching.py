@@ -21,7 +21,7 @@ Terminology. The actor is the policy that is trained. The sampler is an unsharde
 on every rank, which generates text. The old policy is the actor as it was before the updates of an
 iteration; it exists only as `old_logprobs`. A sample is one episode: a prompt, a response, and
 perhaps more turns. An iteration is a rollout and the updates that are made on it, a minibatch is
-the data of one optimizer step, and a microbatch is the data of one forward and backward pass.
+the data of one optimizer step, a microbatch (`mb`) the data of one forward and backward pass.
 
 Layout. Tensors of experience are [B, T] or [N, T]: a row is a sample that starts at index 0 and is
 padded on the right. What belongs to a token is stored at the index of that token:
@@ -31,8 +31,8 @@ padded on the right. What belongs to a token is stored at the index of that toke
     values[b, t]    = V(tokens before t), of the state in which token t was sampled
     rewards[b, t]   is what token t earned
 
-Dimensions: N samples of a rollout, B rows of a batch, T tokens, V vocabulary, and in the model S
-cache positions, H and Hkv heads, D head size.
+Dimensions: N samples of a rollout, B rows of a microbatch, T tokens, V vocabulary, and in the
+model S cache positions, H and Hkv heads, D head size.
 
 Every rank does the same: it plays a share of the episodes, receives the samples of all ranks, and
 computes a share of each minibatch with its shard of the models. Experience is the same on all
@@ -97,7 +97,7 @@ from transformers import PreTrainedTokenizerFast
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a flag may have. It is a part of the flag's type, and `validate` checks it."""
+    """The values that a flag may have. It is a part of the flag's type; `validate` checks it."""
 
     low: float
     high: float = 2**31 - 1
@@ -117,8 +117,8 @@ class Args:
     Where the default is None, it depends on other flags; the values in use are printed at start.
     """
 
-    # Seed of the initial weights, of which prompts train, of the sampled tokens, and of the order of
-    # minibatches. The prompts of evaluations do not depend on it.
+    # Determines the initial weights, the choice of training prompts, the sampled tokens, and the
+    # order of the minibatches. The prompts of evaluations do not depend on it.
     seed: CountOrZero = 1
     # Name of the run and of its folder. Default: <environment>__<script>__<seed>__<time>.
     run_name: str | None = None
@@ -150,7 +150,8 @@ class Args:
     num_iterations: Count = 270
     # Prompts in a rollout, on all ranks together.
     rollout_batch_size: Count = 256
-    # Responses that the actor samples to each prompt of a rollout.
+    # Responses that the actor samples to each prompt of a rollout. They are adjacent rows of it,
+    # for algorithms that compare them; PPO treats them as independent samples.
     n_samples_per_prompt: Count = 1
     # Samples that are decoded at the same time on each rank: rows of its KV cache.
     rollout_slots: Count = 256
@@ -168,11 +169,13 @@ class Args:
 
     # Passes that the actor makes over each rollout.
     ppo_epochs: Count = 2
-    # Passes that the critic makes over each rollout. Default: as many as the actor.
-    critic_epochs: Count | None = None
-    # Samples of a minibatch, that is of one optimizer step, on all ranks together.
+    # Passes that the critic makes over each rollout. 0: it is not trained. Default: as many as the
+    # actor makes.
+    critic_epochs: CountOrZero | None = None
+    # Samples of a minibatch, that is of one optimizer step, on all ranks together. Must divide
+    # rollout_batch_size * n_samples_per_prompt.
     train_batch_size: Count = 64
-    # Tokens of a microbatch on each rank. It changes memory and speed, but no result.
+    # Tokens of a microbatch on each rank. It changes memory and speed, results only by rounding.
     micro_batch_tokens: Count = 4096
     # Learning rate of the actor at the first step. Default: 5e-4, with --model 1e-5.
     actor_lr: PositiveOrZero | None = None
@@ -184,13 +187,14 @@ class Args:
     lr_end: Fraction = 0.05
     # Number of iterations at the beginning in which the critic is trained, but not the actor.
     critic_warmup_iterations: CountOrZero = 0
-    # Norm to which larger gradients are clipped, separately for actor and critic.
+    # Gradient clipping: a gradient whose norm is larger is scaled down to this norm. The norms of
+    # actor and critic are separate.
     max_grad_norm: Positive = 1.0
 
     # Discount factor per token.
     gamma: Fraction = 1.0
-    # Lambda of generalized advantage estimation. With 1 the advantage of a token rests on all rewards
-    # after it, with 0 on the critic's value of the next token; values between mix the two.
+    # Lambda of generalized advantage estimation. With 1 the advantage of a token rests on all
+    # rewards after it, with 0 on the critic's value of the next token; values between mix the two.
     gae_lambda: Fraction = 0.95
     # The probability ratio of new and old policy is clipped from below at 1 - clip_low.
     clip_low: Annotated[float, Range(1e-9, 1)] = 0.2
@@ -203,15 +207,17 @@ class Args:
     dual_clip: Annotated[float, Range(1.001)] | None = None
     # Weight of the entropy bonus in the actor's loss.
     entropy_coef: PositiveOrZero = 0.0
-    # Ends the actor's epochs of an iteration when the approximate KL between old and new policy
-    # exceeds this. None: never.
+    # Ends the actor's epochs of an iteration at the first minibatch in which the approximate KL
+    # between old and new policy exceeds this. The learning rate does not decay for the steps that
+    # are not made. None: never.
     target_kl: Positive | None = None
-    # Compute the old log-probs with the training forward pass. If off, those that the sampler
-    # recorded are taken for it.
+    # Compute the old log-probs by a training forward pass after the rollout. If this is off, the
+    # log-probs recorded by the sampler are used instead, which saves the pass; the first ratio then
+    # differs from 1 by as much as sampler and trainer differ.
     recompute_old_logprobs: bool = True
     # Weigh each token by its importance ratio pi_old / pi_sampler, truncated at this value, to
     # correct for differences between trainer and sampler. None: no weights.
-    rollout_is_cap: PositiveOrZero | None = None
+    rollout_is_cap: Positive | None = None
     # Weight of the KL penalty to the reference. With 0 there is no reference. Default: 0.02, with
     # --model 0.01.
     kl_coef: PositiveOrZero | None = None
@@ -327,6 +333,7 @@ def policy_loss(
         losses = torch.where(advantages < 0, torch.min(losses, -advantages * dual_clip), losses)
     with torch.no_grad():
         stats = {
+            # Tokens whose gradient the clipping removes, and all with a ratio outside of the range.
             "clipfrac": (pg_loss2 > pg_loss1).sum() / mask_size,
             "out_of_clip": ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).sum() / mask_size,
             "approx_kl": (ratio - 1 - logratio).sum() / mask_size,  # k3 of KL(old || new)
@@ -357,17 +364,20 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 def train(args: Args) -> dict:
     """Run PPO. Returns what summary.json holds. Raises UserError for what the user can fix."""
     plan = validate(args)  # checks the flags, and fills in those that are None
-    world = connect(args)
+    world = connect(args)  # joins the other ranks, and fills in the flags that are "auto"
     envs = make_envs(args, world)
     eval_envs = make_envs(args, world, evaluation=True)
     tokenizer, models = build_models(args, envs[0], world)
     actor, critic, reference, sampler = models  # the reference is None if kl_coef is 0
     actor_optimizer = make_optimizer(actor, args)
     critic_optimizer = make_optimizer(critic, args)
-    saved = {"actor": (actor, actor_optimizer), "critic": (critic, critic_optimizer)}
+    # FORK: another model, such as a second critic. Build it in build_models, give it an optimizer,
+    # and an entry here, so that it is saved and resumed. All models see the minibatches in the same
+    # order: critics that start with equal weights stay equal unless each has an order of its own.
+    checkpointed = {"actor": (actor, actor_optimizer), "critic": (critic, critic_optimizer)}
     if reference is not None:
-        saved["reference"] = (reference, None)
-    state = resume(args, saved)
+        checkpointed["reference"] = (reference, None)
+    state = resume(args, checkpointed)
     interrupt = 0  # the number of a signal that asks the run to stop
 
     with RunFolder(args, state, world) as run:
@@ -381,8 +391,8 @@ def train(args: Args) -> dict:
         while state.iteration < args.num_iterations and not interrupt:
             clock = Clock()
             # --- Rollout: every rank plays a share of the episodes and gets the samples of all
-            prompts = range(state.next_prompt, state.next_prompt + args.rollout_batch_size)
-            seeds = [prompt for prompt in prompts for _ in range(args.n_samples_per_prompt)]
+            prompt_seeds = range(state.next_prompt, state.next_prompt + args.rollout_batch_size)
+            seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
             batch = play(sampler, tokenizer, envs, seeds, state.iteration, args, world)
             # FORK: which samples train: batch = select(batch, indices, plan)
             clock.end("rollout")
@@ -391,13 +401,13 @@ def train(args: Args) -> dict:
             experience = make_experience(batch, models, tokenizer, state.iteration, args, world)
             clock.end("score")
 
-            # --- Critic epochs. They may as well come after the actor's epochs: both learn from the
-            # experience, which is constant, and neither model is an input of the other's loss
+            # --- Critic epochs. They could equally come after the actor's epochs: both learn from
+            # the experience, which is constant, and neither model is an input of the other's loss
             critic_steps = []  # statistics of each optimizer step
             for n_tokens, minibatch in minibatches(experience, args.critic_epochs, args, world):
-                loss_denom = n_tokens  # FORK: loss normalisation.
+                loss_denom = n_tokens  # FORK: loss normalization, see `minibatches`.
                 stats = StepStats(n_tokens, world)
-                for mb in minibatch:  # the gradients of the microbatches add up, over ranks, too
+                for mb in minibatch:  # gradients add up, over ranks, too, see `shard`
                     newvalues = sampled_values(critic, mb)  # [B, T]
                     # FORK: value loss.
                     v_loss = value_loss(newvalues, mb.values, mb.returns, mb.mask,
@@ -415,10 +425,10 @@ def train(args: Args) -> dict:
 
             # --- Actor epochs; none while only the critic is trained
             epochs = args.ppo_epochs if state.iteration >= args.critic_warmup_iterations else 0
-            actor_steps, early_stop = [], False
+            actor_steps, early_stop = [], None  # the approximate KL that ended the epochs
             probe = RatioProbe(actor, plan, args, world)  # for the diagnosis
             for n_tokens, minibatch in minibatches(experience, epochs, args, world):
-                loss_denom = n_tokens  # FORK: loss normalisation.
+                loss_denom = n_tokens  # FORK: loss normalization, see `minibatches`.
                 stats = StepStats(n_tokens, world)
                 for mb in minibatch:
                     newlogprobs, entropies = sampled_logprobs(actor, mb, args.temperature)  # [B, T]
@@ -439,10 +449,10 @@ def train(args: Args) -> dict:
                     stats.add_means(mb.n_tokens, **mb_stats)
                 grad_norm = nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm)
                 step = stats.read(grad_norm)
-                early_stop = args.target_kl is not None and step["approx_kl"] > args.target_kl
-                if early_stop:  # this step and those that follow are not made, and do not count
+                if args.target_kl is not None and step["approx_kl"] > args.target_kl:
+                    early_stop = step["approx_kl"]
                     actor_optimizer.zero_grad()
-                    break
+                    break  # the steps that are not made do not advance the schedule
                 step["lr"] = linear_schedule(args.actor_lr, args.lr_end, state.actor_steps,
                                              plan.actor_steps_total)  # fmt: skip
                 optimizer_step(actor_optimizer, step["lr"], step["grad_norm"])
@@ -452,8 +462,7 @@ def train(args: Args) -> dict:
 
             # --- New weights for sampler and reference, diagnosis of the ratio, log, checkpoint
             copy_weights(actor, sampler)
-            state.end_iteration(args, actor_steps, critic_steps)
-            if args.ref_sync_every and state.iteration % args.ref_sync_every == 0:
+            if args.ref_sync_every and (state.iteration + 1) % args.ref_sync_every == 0:
                 sync_reference(reference, actor, args)
             interrupt = run.received_signal()
             clock.end("hand_over")
@@ -461,15 +470,17 @@ def train(args: Args) -> dict:
             clock.end("diagnose")
             run.log(batch, experience, actor_steps, critic_steps, diagnosis, clock)
             diagnosis.refuse_broken_ratio()
+            state.end_iteration(args, actor_steps, critic_steps)
             if interrupt or state.is_due_for_saving(args):
-                save_checkpoint(run, saved, state, args, world)
+                save_checkpoint(run, checkpointed, state, args, world)
 
         save_hf_checkpoint(actor, actor.config, tokenizer, run.path / "model")
-        world.barrier()  # since torchrun ends all ranks as soon as one has ended
+        world.barrier()  # torchrun ends all ranks as soon as one has ended
         if interrupt:
             raise SystemExit(128 + interrupt)
         run.print_results(
-            "after", evaluate(sampler, tokenizer, eval_envs, state.iteration, args, world))  # fmt: skip
+            "after", evaluate(sampler, tokenizer, eval_envs, state.iteration, args, world)
+        )
     return run.summary
 
 
@@ -514,7 +525,8 @@ class Rollout:
     prompts: list[str]
     success: list[bool]  # info["success"] of the last step, else whether the rewards are positive
     # FORK: data of your own. Each is a tensor [N], or [N, T] of tokens. It goes with its sample
-    # through `select`, over the ranks, and into every microbatch, as mb.extras[name].
+    # through `select`, over the ranks, and into every microbatch, as mb.extras[name]. More may be
+    # added to experience.extras in make_experience.
     extras: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -588,26 +600,17 @@ class Experience:
         if len(rows) == 0:
             rows, lengths = torch.tensor([0]), torch.tensor([1])
         T, index = int(lengths.max()), upload(rows, self.tokens.device)
+        selected = {"lengths": lengths, "cpu_mask": self.cpu_mask[rows, :T]}
+        for name, x in vars(self).items():  # the other tensors, which are on the device
+            if isinstance(x, Tensor) and name not in selected:
+                selected[name] = crop(x, index, T)
+        selected["extras"] = {name: crop(x, index, T) for name, x in self.extras.items()}
+        return dataclasses.replace(self, **selected)
 
-        def crop(x: Tensor | None) -> Tensor | None:
-            if x is None or x.ndim == 1:
-                return x if x is None else x[index]
-            return x[index, :T]
 
-        return dataclasses.replace(
-            self,
-            tokens=crop(self.tokens),
-            logprobs=crop(self.logprobs),
-            lengths=lengths,
-            cpu_mask=self.cpu_mask[rows, :T],
-            extras={name: crop(x) for name, x in self.extras.items()},
-            old_logprobs=crop(self.old_logprobs),
-            ref_logprobs=crop(self.ref_logprobs),
-            values=crop(self.values),
-            advantages=crop(self.advantages),
-            returns=crop(self.returns),
-            sample_rewards=crop(self.sample_rewards),
-        )
+def crop(x: Tensor, index: Tensor, T: int) -> Tensor:
+    """The rows `index` [B] of x, which is [N, T] or [N], and of the former only T columns."""
+    return x[index, :T] if x.ndim > 1 else x[index]
 
 
 def sampled_logprobs(
@@ -675,9 +678,10 @@ def make_experience(
         ref_logprobs = logprobs_of_all(reference, experience, args, world)
     values = forward_all(lambda mb: sampled_values(critic, mb), experience, args, world)
 
-    # --- Rewards [N, T]: a token's reward is the reward of the turn, if it is the last token of a
-    # turn, + its dense rewards - the penalty for a missing stop token, if it is the last token of
-    # the sample, - its KL to the reference
+    # --- Rewards [N, T]. The reward of a token is the sum of
+    #     batch.rewards: its dense rewards, and the turn's reward if it is the last token of a turn,
+    #     - missing_eos_penalty, if it is the last token of the sample and not a stop token,
+    #     - kl_coef * its KL to the reference, for every sampled token (with --kl-in reward)
     rewards = batch.rewards.to(world.device, copy=True)
     rows = torch.arange(len(experience), device=world.device)
     last = upload(batch.lengths - 1, world.device)  # [N] the last token is always a sampled one
@@ -685,13 +689,13 @@ def make_experience(
     no_eos = ~torch.isin(experience.tokens[rows, last], stop_ids)  # [N]
     rewards[rows, last] -= args.missing_eos_penalty * no_eos
     # FORK: reward shaping. Every rank does this for all samples, and all must get the same numbers.
-    # With a reward model (load_hf_checkpoint(path, head="scalar"), or sharded as in build_models)
-    # let the ranks share the work:
+    # A reward model is made by build_model(load_config(path), "scalar", args, world) and filled by
+    # load_weights. score_texts lets the ranks share the scoring:
     # rewards[rows, last] += score_texts(model, tokenizer, batch.prompts, batch.texts, args, world)
     sample_rewards = rewards.sum(1)  # [N]
     if args.kl_in == "reward":
         # FORK: KL in the reward. Its coefficient may depend on `iteration`, or on the position in
-        # the response: mask.cumsum(1) counts the sampled tokens of each row.
+        # the response: mask.cumsum(1) counts the sampled tokens of each row, from 1.
         kls = kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
         rewards = rewards - args.kl_coef * kls
     if rewards[~mask].count_nonzero():
@@ -706,11 +710,13 @@ def make_experience(
         bootstrap = after[rows, last] * truncated  # [N]
     advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
     advantage_std = float(advantages[mask].std()) if experience.n_tokens > 1 else 0.0
-    if advantage_std >= 1e-6:  # otherwise whitening would amplify rounding errors
+    if advantage_std >= 1e-6:
         advantages = masked_whiten(advantages, mask)
+    else:  # all tokens are equally good, but for rounding errors, which whitening would amplify
+        advantages = torch.zeros_like(advantages)
     if args.rollout_is_cap:
         # Truncated importance weights. The surrogate is linear in the advantage, so that this
-        # weighs the loss of each token; whitening afterwards would undo it.
+        # weighs the loss of each token. Whitening afterwards would scale the weights.
         is_weights = (old_logprobs - experience.logprobs).exp().clamp(max=args.rollout_is_cap)
         advantages = advantages * is_weights
     return dataclasses.replace(
@@ -725,10 +731,12 @@ def minibatches(
     """The minibatches of `epochs` passes over the experience, in a new random order in each pass.
 
     Yields how many sampled tokens a minibatch has on all ranks, and this rank's microbatches of it.
+    Losses are divided by this number, which makes them means over tokens. For a mean over samples
+    divide the loss of each token by mb.mask.sum(1, keepdim=True), and all by args.train_batch_size.
     """
     for epoch in range(epochs):
-        seed = (args.seed * 1_000_003 + experience.iteration) * 1_000_003 + epoch
-        order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed % 2**63))
+        seed = ((args.seed * 1_000_003 + experience.iteration) * 1_000_003 + epoch) % 2**63
+        order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed))
         # FORK: which samples make a minibatch.
         parts = order.split(args.train_batch_size)
         for rows in progress(parts, f"epoch {epoch + 1}, minibatches"):
@@ -740,7 +748,8 @@ def minibatches(
 
 # === 5. Rollout ===
 # Continuous batching: a slot takes the next sample the moment its own ends. While an environment
-# computes a step, its slot idles.
+# computes a step, its slot idles. In this section `actor` is the sampler, the copy of the actor that
+# generates text.
 
 # Seconds in a rollout that are spent on waiting for an environment while other rows could decode:
 # an environment that answers at once should not miss the next decode step.
@@ -821,7 +830,8 @@ class Episode:
 class Slots:
     """B rows that decode together, on the device.
 
-    Shapes never change while a row is finished: what it would write goes to the scratch column S.
+    A row that is finished stays in the batch, so that shapes do not change; what it writes goes to
+    column S, which nobody reads.
     """
 
     def __init__(self, B: int, S: int, stop_ids: list[int], device: torch.device):
@@ -840,7 +850,7 @@ def decode_step(
 ) -> None:
     """Sample one token in every row that is alive. The host does not wait for the device.
 
-    The input is the newest token of a row, which is not in the cache yet; this forward puts it there.
+    The input is the newest token of a row. It is not in the cache yet: this forward puts it there.
     """
     newest = torch.where(slots.alive, slots.length - 1, cache.scratch)[:, None]  # [B, 1]
     logits = actor(slots.tokens.gather(1, newest), newest, cache)[:, 0]  # [B, V]
@@ -1213,8 +1223,8 @@ class Packing:
 
     def unpack_sampled(self, x: Tensor) -> Tensor:
         """[m] -> [B, T], 0 where nothing was sampled"""
-        # clone, since a model must not return a view: if somebody changed it in place, FSDP would not
-        # gather the weights for the backward pass, and the gradients would be wrong.
+        # clone, since a model must not return a view: if somebody changed it in place, FSDP would
+        # not gather the weights for the backward pass, and the gradients would be wrong.
         return self.put(x, self.place[self.sampled]).clone()
 
     def put(self, x: Tensor, place: Tensor) -> Tensor:
@@ -1255,7 +1265,7 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(-2))
 
     def attend_to_cache(self, q, k, v, cache, positions, mask):
-        """Add k and v [B, T, Hkv, D] to the cache, and attend to all that is in it: [B, T, H * D]."""
+        """Add k and v [B, T, Hkv, D] to the cache, attend to all that is in it: [B, T, H * D]."""
         B, T = positions.shape
         k, v = cache.update(self.layer, k, v, positions)  # [B, Hkv, S, D]
         # enable_gqa is slow with a mask: fold the G query heads of a key head into the queries.
@@ -1547,7 +1557,7 @@ class HFTokenizer:
         if self.hf.chat_template:
             turns = ("user", prompt), ("assistant", response)
             return self.encode(self.render(*turns, generation_prompt=False))
-        return self.encode(prompt + response, add_special_tokens=True)
+        return [*self.encode(prompt + response, add_special_tokens=True), self.eos_id]
 
     def encode_feedback(self, text: str) -> list[int]:
         """What the chat template puts between two turns of the assistant, around `text`."""
@@ -1877,8 +1887,8 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, diagnosis
     N, mask = len(experience), experience.mask
     returns, values = experience.returns[mask], experience.values[mask]
     row = batch.stats | {
-        "iteration": state.iteration - 1,
-        "charts/episodes": state.iteration * N,
+        "iteration": state.iteration,
+        "charts/episodes": (state.iteration + 1) * N,
         "charts/actor_steps": state.actor_steps,
         "objective/reward": float(experience.sample_rewards.mean()),
         "objective/accuracy": sum(batch.success) / N,
@@ -1895,7 +1905,7 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, diagnosis
     row |= {f"time/{phase}": seconds for phase, seconds in clock.phases.items()}
     row |= {f"ratio/{name}": value for name, value in diagnosis.signals.items()}
     row["ratio/diagnosis"] = diagnosis.cause
-    row["ratio/steps"] = actor_steps  # statistics of each, instead of their number
+    row["ratio/steps"] = actor_steps  # the statistics of each step take the place of their number
     sampler_diff = row.pop("ratio/sampler_diff")
     if args.recompute_old_logprobs:
         row["debug/sampler_trainer_logprob_diff"] = sampler_diff
@@ -1962,10 +1972,10 @@ class RatioProbe:
         return torch.cat([p.flatten()[:: 1 + p.numel() // 2**14] for p in weights])
 
     def diagnose(
-        self, experience: Experience, steps: list[dict], early_stop: bool, state: TrainState
+        self, experience: Experience, steps: list[dict], early_stop: float | None, state: TrainState
     ) -> Diagnosis:
-        """After the updates, with their statistics, and after `state.end_iteration`."""
-        warmup = state.iteration <= self.args.critic_warmup_iterations
+        """After the updates, with their statistics and the approximate KL of an early stop."""
+        warmup = state.iteration < self.args.critic_warmup_iterations
         made = [step for step in steps if not step["skipped"]]
         no_steps = [{"dev_max": 0.0, "lr": 0.0, "out_of_clip": 0.0}]
         first, last = (steps or no_steps)[0], (steps or no_steps)[-1]
@@ -2076,6 +2086,7 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
 
 # === 10. Errors, check of the flags, plan ===
 
+# For what happens before, or without, a World.
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 # Progress bars appear after a second, on rank 0, if it writes to a terminal (disable=None).
@@ -2138,9 +2149,7 @@ def validate(args: Args) -> Plan:
         raise UserError("--ref-sync-every: needs --kl-coef above 0")
     if args.resume == "auto" and not args.run_name:
         raise UserError("--resume auto: needs --run-name")
-    if args.train_batch_size < WORLD_SIZE:
-        print0(f"--train-batch-size {args.train_batch_size}: some of {WORLD_SIZE} ranks are idle")
-    return plan_steps(args)
+    return plan_steps(args, WORLD_SIZE)
 
 
 @dataclass
@@ -2157,14 +2166,17 @@ class Plan:
 
 
 def plan_steps(args: Args, world_size: int = 1) -> Plan:
-    """Raises UserError if the sizes do not divide. All are global: `world_size` changes nothing."""
+    """The same for any number of ranks. Raises UserError if the sizes do not divide."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples % args.train_batch_size:
         flag = f"--train-batch-size {args.train_batch_size}"
         raise UserError(f"{flag}: must divide {samples} samples")
+    if args.train_batch_size < world_size:
+        print0(f"--train-batch-size {args.train_batch_size}: some of {world_size} ranks are idle")
     minibatches = samples // args.train_batch_size
     actor_steps = minibatches * args.ppo_epochs
-    critic_steps = minibatches * (args.critic_epochs or args.ppo_epochs)
+    critic_epochs = args.ppo_epochs if args.critic_epochs is None else args.critic_epochs
+    critic_steps = minibatches * critic_epochs
     actor_iterations = max(0, args.num_iterations - args.critic_warmup_iterations)
     return Plan(
         samples_per_iteration=samples,
@@ -2294,9 +2306,13 @@ def score_texts(
     """[N] what a model with a scalar head says at the last token of each prompt with its response.
 
     The model may be sharded over the ranks. Each conversation is scored once, by one of the ranks,
-    and all of them get all the scores.
+    and all of them get all the scores. The tokenizer is the model's, which need not be the actor's.
+    A response is taken to be complete, even if it was cut: --missing-eos-penalty is for those.
     """
     ids = [tokenizer.encode_conversation(*texts) for texts in zip(prompts, responses)]
+    longest, positions = max(map(len, ids)), model.config.max_position_embeddings
+    if longest > positions:
+        raise UserError(f"{tokenizer.folder}: {positions} positions, a conversation has {longest}")
     tokens, lengths = padded(ids, 0).to(world.device), torch.tensor([len(row) for row in ids])
     nothing = torch.zeros(tokens.shape)
     conversations = Experience(tokens, nothing.to(world.device), lengths, nothing.bool(), {})
@@ -2469,6 +2485,11 @@ def embedded_model(args: Args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     return tokenizer, actor
 
 
+def build_model(config: ModelConfig, head: str, args: Args, world: World) -> Transformer:
+    """A model to train or to score with, sharded over the ranks, with undefined weights."""
+    return materialize(shard(on_meta(config, head), args, world), world.device)
+
+
 def build_models(args: Args, env: gym.Env, world: World):
     """Tokenizer and (actor, critic, reference, sampler); the reference is None if kl_coef is 0.
 
@@ -2490,22 +2511,19 @@ def build_models(args: Args, env: gym.Env, world: World):
     prompt, _ = reset(env, 0, args)
     Episode(env, "seed 0").begin(prompt, tokenizer, args)  # raises if the prompt is too long
 
-    def build(head="lm"):
-        return materialize(shard(on_meta(config, head), args, world), world.device)
-
-    actor = build()
+    actor = build_model(config, "lm", args, world)
     if args.model:
         load_weights(actor, args.model)
     else:
         copy_weights(embedded, actor)
     if not checkpoints_to_resume(args):
         warm_start(actor, tokenizer, env, args, world)
-    critic = build("scalar")  # begins as the actor with a value of 0
+    critic = build_model(config, "scalar", args, world)  # begins as the actor with a value of 0
     copy_weights(actor, critic, skip=("lm_head.weight", "score.weight"))
     nn.init.zeros_(critic.score.weight)
     reference = None
     if args.kl_coef > 0:
-        reference = build()
+        reference = build_model(config, "lm", args, world)
         copy_weights(actor, reference)
     sampler = materialize(on_meta(config, "lm", getattr(torch, args.dtype)), world.device)
     return tokenizer, (actor, critic, reference, sampler)
@@ -2715,7 +2733,7 @@ def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:
 
 
 def save_checkpoint(
-    run: RunFolder, saved: dict, state: TrainState, args: Args, world: World
+    run: RunFolder, checkpointed: dict, state: TrainState, args: Args, world: World
 ) -> None:
     """Write checkpoints/iter_<iterations>: appears when complete, can be resumed on any ranks."""
     path = run.path / "checkpoints" / f"iter_{state.iteration:06d}"
@@ -2724,7 +2742,7 @@ def save_checkpoint(
         if RANK == 0:
             shutil.rmtree(partial, ignore_errors=True)
         world.barrier()
-        for name, (model, optimizer) in progress(saved.items(), "saving, models"):
+        for name, (model, optimizer) in progress(checkpointed.items(), "saving, models"):
             for kind, tensors in checkpoint_tensors(model, optimizer).items():
                 folder = str(partial / name / kind)
                 writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
@@ -2759,15 +2777,15 @@ def checkpoints_to_resume(args: Args) -> list[Path]:
     return found
 
 
-def resume(args: Args, saved: dict) -> TrainState:
+def resume(args: Args, checkpointed: dict) -> TrainState:
     """Read the newest checkpoint into models and optimizers. Raises UserError."""
     found = checkpoints_to_resume(args)
     if not found:
         return TrainState(next_prompt=first_prompt(args))
-    if "reference" in saved and not (found[0] / "reference").exists():
-        raise UserError(f"{found[0]} was saved with --kl-coef 0: it has no reference to resume with")
+    if "reference" in checkpointed and not (found[0] / "reference").exists():
+        raise UserError(f"{found[0]} was saved with --kl-coef 0: it has no reference to resume")
     try:
-        state = load_checkpoint(found[0], saved, args)
+        state = load_checkpoint(found[0], checkpointed, args)
     except Exception as error:
         advice = ""
         if len(found) > 1:
@@ -2777,8 +2795,8 @@ def resume(args: Args, saved: dict) -> TrainState:
     return state
 
 
-def load_checkpoint(path: Path, saved: dict, args: Args) -> TrainState:
-    """Fill the models and optimizers in `saved`, and print which flags were others."""
+def load_checkpoint(path: Path, checkpointed: dict, args: Args) -> TrainState:
+    """Fill the models and optimizers in `checkpointed`, and print which flags were others."""
     content = json.loads((path / "state.json").read_text())
     for name, value in vars(args).items():
         before = content["args"].get(name)
@@ -2787,7 +2805,7 @@ def load_checkpoint(path: Path, saved: dict, args: Args) -> TrainState:
     for name, size in content["files"].items():  # DCP silently ignores a missing file
         if (path / name).stat().st_size != size:
             raise ValueError(f"{name} has not the size it was saved with")
-    for name, (model, optimizer) in saved.items():
+    for name, (model, optimizer) in checkpointed.items():
         kinds = {folder.name for folder in (path / name).glob("*")} - {"weights"}
         groups = optimizer.param_groups if optimizer else ()
         for p in [p for group in groups for p in group["params"]]:  # moments to read into

@@ -31,10 +31,10 @@ def refuse(ppo, tmp_path, *parts, begun=False, **flags):
 
 FLAGS = {
     0: "num_iterations rollout_batch_size n_samples_per_prompt rollout_slots max_prompt_tokens max_new_tokens "
-       "ppo_epochs critic_epochs train_batch_size micro_batch_tokens eval_episodes keep_checkpoints temperature "
-       "clip_low clip_high value_clip target_kl max_grad_norm env_timeout",
-    -1: "seed sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations ref_sync_every gamma "
-        "missing_eos_penalty save_every rollout_is_cap adam_beta1",
+       "ppo_epochs train_batch_size micro_batch_tokens eval_episodes keep_checkpoints temperature "
+       "clip_low clip_high value_clip target_kl max_grad_norm env_timeout rollout_is_cap",
+    -1: "seed critic_epochs sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations "
+        "ref_sync_every gamma missing_eos_penalty save_every adam_beta1",
     1.1: "gamma gae_lambda lr_end ref_sync_alpha clip_low adam_beta1", 1: "dual_clip",
     math.inf: "critic_lr", math.nan: "actor_lr temperature", 2**70: "seed",
 }  # fmt: skip

@@ -328,8 +328,8 @@ def test_texts_are_scored_once_by_one_of_the_ranks(ppo):
     """By the value at the last token of a conversation, whatever is beside it in a batch."""
     tokenizer, critic, seen = ppo.HFTokenizer.from_texts(["abcdef="]), tiny_model(ppo, "scalar"), []
     prompts, responses = ["a=", "abc=", "b=", "fe=", "f="], ["b", "", "abcabc", "dd", "e"]
-    expected = [critic(torch.tensor([tokenizer.encode(a + b)]))[0, -1].detach() for a, b in zip(
-        prompts, responses, strict=True)]  # fmt: skip
+    ids = [[*tokenizer.encode(a + b), tokenizer.eos_id] for a, b in zip(prompts, responses, strict=True)]
+    expected = [critic(torch.tensor([row]))[0, -1].detach() for row in ids]
     args = ppo.Args(micro_batch_tokens=9)
     for size in (1, 2, 8):  # with eight ranks some have nothing to score
         of_ranks = []
@@ -340,6 +340,9 @@ def test_texts_are_scored_once_by_one_of_the_ranks(ppo):
         seen.append(sum((scores != 0).int() for scores in of_ranks))
         close(sum(of_ranks), torch.stack(expected), 1e-5)
     assert all(torch.equal(count, torch.ones(5, dtype=torch.int32)) for count in seen)
+    critic.config.max_position_embeddings = 10
+    with pytest.raises(ppo.UserError, match="10 positions, a conversation has 11"):
+        ppo.score_texts(critic, tokenizer, ["abcdef="], ["abc"], args, ppo.World(torch.device("cpu")))
 
 
 def test_the_number_behind_the_last_hashes_is_found(ppo):

@@ -94,7 +94,7 @@ def test_a_conversation_ends_with_its_response(ppo, tmp_path):
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
     assert tokenizer.encode_conversation("hello", "yes") == ids_of(text)
     plain = ppo.HFTokenizer(write_tokenizer(tmp_path, bos=True))
-    assert plain.encode_conversation("hello", "yes") == [4, *ids_of("helloyes")]
+    assert plain.encode_conversation("hello", "yes") == [4, *ids_of("helloyes<|im_end|>")]
 
 
 @pytest.mark.parametrize(("flags", "threads"), [({}, 1), (dict(model="folder"), 2), (dict(OMP=True), 2)])
