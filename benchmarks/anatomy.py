@@ -21,9 +21,9 @@ def run(args) -> tuple:
     """The last iteration's rollout and experience, and the run folder."""
     log, last = ppo_llm.RunFolder.log, []
 
-    def keep(folder, row, batch, experience, diagnosis):
+    def keep(folder, batch, experience, *rest):
         last[:] = batch, experience, folder.path
-        log(folder, row, batch, experience, diagnosis)
+        log(folder, batch, experience, *rest)
 
     with unittest.mock.patch.object(ppo_llm.RunFolder, "log", keep):
         ppo_llm.train(args)
@@ -32,18 +32,20 @@ def run(args) -> tuple:
 
 def columns(args, batch, experience, actor, tokenizer, sample: int) -> dict[str, list]:
     """What belongs to each sampled token of a sample."""
-    mb = experience.microbatch(torch.tensor([sample]))
+    mb = experience[torch.tensor([sample])]  # [1, T]
     with torch.no_grad():
         newlogprobs = ppo_llm.sampled_logprobs(actor, mb, args.temperature)[0]
+    rewards = batch.rewards[[sample], : mb.tokens.shape[1]].to(mb.tokens.device)
+    rewards[0, -1] += mb.sample_rewards[0] - rewards.sum()  # the penalty for a missing stop token
     kl = ppo_llm.kl_estimate(mb.old_logprobs, mb.ref_logprobs, args.kl_estimator)
     penalty = args.kl_coef * kl if args.kl_in == "reward" else torch.zeros_like(kl)
     numbers = {
-        "reward": mb.rewards, "KL": kl, "reward - penalty": mb.rewards - penalty, "value": mb.values,
+        "reward": rewards, "KL": kl, "reward - penalty": rewards - penalty, "value": mb.values,
         "return": mb.returns, "advantage": mb.advantages, "old log-prob": mb.old_logprobs,
         "ratio": (newlogprobs - mb.old_logprobs).exp(),
     }  # fmt: skip
-    text = [tokenizer.hf.decode([i]) for i in mb.tokens[mb.sampled].tolist()]
-    return {"token": text} | {name: x.tolist() for name, x in numbers.items()}
+    text = [tokenizer.hf.decode([i]) for i in mb.tokens[mb.mask].tolist()]
+    return {"token": text} | {name: x[mb.mask].tolist() for name, x in numbers.items()}
 
 
 def draw(samples: list[dict], titles: list[str], args) -> None:
@@ -79,11 +81,11 @@ def main():
     batch, experience, folder = run(args)
     tokenizer = ppo_llm.HFTokenizer(folder / "model")
     actor, _ = ppo_llm.load_hf_checkpoint(folder / "model", device=experience.tokens.device)
-    order = experience.scores.argsort(stable=True)
+    order = experience.sample_rewards.argsort(stable=True)
     samples, titles = [], []
     for i in (int(order[0]), int(order[-1])):
         samples.append(columns(args, batch, experience, actor, tokenizer, i))
-        titles.append(f"{batch.prompts[i]:.60}  reward {float(experience.scores[i]):g}")
+        titles.append(f"{batch.prompts[i]:.60}  reward {float(experience.sample_rewards[i]):g}")
         print(f"\n{titles[-1]}\n")
         text, *numbers = samples[-1].values()
         common.table(samples[-1], zip(text, *([f"{x:.3f}" for x in column] for column in numbers), strict=True))

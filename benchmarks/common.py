@@ -8,6 +8,7 @@ import platform
 import random
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,8 +19,10 @@ import gymnasium as gym
 import torch
 import torch.profiler
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: a patched copy on PYTHONPATH comes first
 import ppo_llm
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SMALL = dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
              num_key_value_heads=2, vocab_size=4096)  # fmt: skip
@@ -112,6 +115,16 @@ def write_checkpoint(folder: str, tokenizer: ppo_llm.HFTokenizer, context: int, 
 @functools.cache
 def temporary_folder():
     return tempfile.TemporaryDirectory()  # as long as the process
+
+
+@functools.cache
+def patched_script(patch: str, script: Path = ROOT / "ppo_llm.py") -> Path:
+    """The path of a copy of `script`, named ppo_llm.py, with tests/forks/<patch>.patch applied."""
+    copied = Path(temporary_folder().name, patch, "ppo_llm.py")
+    copied.parent.mkdir()
+    copied.write_bytes(script.read_bytes())
+    subprocess.run(["git", "apply", ROOT / "tests" / "forks" / f"{patch}.patch"], cwd=copied.parent, check=True)
+    return copied
 
 
 def forced_lengths(name: str, samples: int, mean: int, longest: int) -> list[int]:

@@ -3,10 +3,10 @@
     python benchmarks/decoupled.py             # who does what when, with fast and with slow environments
     python benchmarks/decoupled.py learning    # the default task, three seeds each: samples to 90 %
 
-Two ranks of one thread each. Draws benchmarks/decoupled.png and benchmarks/decoupled_learning.png.
+Two ranks of one thread each, which run a copy of ppo_llm.py with tests/forks/rollout_ranks.patch applied: it adds the
+flag --rollout-ranks. Draws benchmarks/decoupled.png and benchmarks/decoupled_learning.png.
 """
 
-import importlib
 import itertools
 import json
 import os
@@ -20,7 +20,7 @@ from unittest import mock
 
 import gymnasium as gym
 import torch.distributed as dist
-from common import hardware, line, ppo_llm, spread, table
+from common import ROOT, hardware, line, patched_script, ppo_llm, spread, table
 
 RANK = int(os.environ.get("RANK", 0))
 PLACEMENTS = {"both ranks do both": [], "1 + 1": ["--rollout-ranks=1"]}
@@ -38,11 +38,11 @@ gym.register("SlowSortDigits-v0", entry_point=SlowSortDigits)
 
 
 def launch(folder: Path, *flags: str) -> None:
-    """The default task on two ranks."""
-    here = Path(__file__).parent
+    """The default task on two ranks, whose ppo_llm is the patched copy."""
+    path = f"{patched_script('rollout_ranks').parent}:{ROOT / 'benchmarks'}"
     elastic = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [sys.executable, *elastic, __file__, "worker", str(folder), *flags]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": f"{here}:{here.parent}"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
     run = subprocess.run(command, env=env, text=True, capture_output=True)
     if run.returncode:
         sys.exit(f"{flags}: exit code {run.returncode}\n{run.stdout[-2000:]}{run.stderr[-3000:]}")
@@ -50,8 +50,9 @@ def launch(folder: Path, *flags: str) -> None:
 
 def worker(folder: Path, flags: list[str]) -> None:
     """Runs on each rank: trains, and writes spans (what, start, end) of training to spans.<rank>.json."""
-    ppo, spans, start = importlib.import_module("ppo_llm"), [], [0.0]
-    rollout, from_rollout, advance = ppo.rollout, ppo.Experience.from_rollout, ppo.TrainState.advance
+    spans, start = [], [0.0]
+    rollout, from_rollout = ppo_llm.rollout, ppo_llm.Experience.from_rollout
+    end_iteration = ppo_llm.TrainState.end_iteration
 
     def timed_rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False):
         begin = time.time()
@@ -64,18 +65,18 @@ def worker(folder: Path, flags: list[str]) -> None:
         start[0] = time.time()
         return from_rollout(*arguments)
 
-    def timed_advance(state, args, actor_steps, critic_steps):
+    def timed_end_iteration(state, args, actor_steps, critic_steps):
         if critic_steps:  # not on a rank that only samples
             spans.append(("update", start[0], time.time()))
-        advance(state, args, actor_steps, critic_steps)
+        end_iteration(state, args, actor_steps, critic_steps)
 
     sys.argv[1:] = [*flags, f"--log-dir={folder}", "--run-name=run", "--save-every=0"]
     with (
-        mock.patch.object(ppo, "rollout", timed_rollout),
-        mock.patch.object(ppo.Experience, "from_rollout", timed_from_rollout),
-        mock.patch.object(ppo.TrainState, "advance", timed_advance),
+        mock.patch.object(ppo_llm, "rollout", timed_rollout),
+        mock.patch.object(ppo_llm.Experience, "from_rollout", timed_from_rollout),
+        mock.patch.object(ppo_llm.TrainState, "end_iteration", timed_end_iteration),
     ):
-        ppo.main()
+        ppo_llm.main()
     (folder / f"spans.{RANK}.json").write_text(json.dumps(spans))
     dist.destroy_process_group()
 

@@ -66,8 +66,8 @@ def as_rollout(folder: str, rows: list[list[int]], rewards: list[float]) -> ppo_
         starts = [i for i in range(len(row)) if row[i : i + len(header)] == header]
         response = starts[0] + len(header)
         episode = ppo_llm.Episode(env=None, where="")
-        episode.extend(row[:response])
-        episode.extend(row[response:], [0.0] * (len(row) - response))
+        episode.add_text(row[:response])
+        episode.add_response(row[response:], [0.0] * (len(row) - response))
         episode.rewards[-1] = reward
         episode.stop = "eos" if row[-1] in tokenizer.stop_ids else "length"
         episodes.append(episode)
@@ -82,7 +82,7 @@ def of_ours(folder: str, batch: ppo_llm.Rollout) -> dict[str, torch.Tensor]:
         models.extend(built)
         return tokenizer, built
 
-    def optimizer_step(optimizer, step):  # the critic's comes first
+    def optimizer_step(*args):  # the critic's comes first
         if found:
             found["actor"] = gradients(models[0])
             raise Done
@@ -93,7 +93,7 @@ def of_ours(folder: str, batch: ppo_llm.Rollout) -> dict[str, torch.Tensor]:
         tempfile.TemporaryDirectory() as runs, contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Done),
         patch(ppo_llm, "build_models", build_models), patch(ppo_llm, "optimizer_step", optimizer_step),
         patch(ppo_llm, "evaluate", return_value={"accuracy": 0.0, "greedy_accuracy": 0.0}),
-        patch(ppo_llm.Collector, "collect", return_value=(batch, 0)),
+        patch(ppo_llm, "play", return_value=batch),
     ):  # fmt: skip
         ppo_llm.train(ppo_llm.Args(model=folder, device="cpu", log_dir=runs, save_every=0, eval_episodes=1, **FLAGS))
     return found

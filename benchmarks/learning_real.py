@@ -72,7 +72,7 @@ class HeldOut:
 
 def ours(folder: str, flags: dict, seed: int) -> dict:
     held_out, samplers, rows = HeldOut(folder, flags), [], []
-    build, log = ppo_llm.build_models, ppo_llm.RunFolder.log
+    build, append = ppo_llm.build_models, ppo_llm.RunFolder.append
     every = flags["num_iterations"] // 4 * flags["rollout_batch_size"]
 
     def build_models(*args):
@@ -80,11 +80,13 @@ def ours(folder: str, flags: dict, seed: int) -> dict:
         samplers.append(models[-1])
         return tokenizer, models
 
-    def log_and_evaluate(run, row, batch, experience, diagnosis):  # after the clock of an iteration has stopped
-        log(run, row, batch, experience, diagnosis)
+    def append_and_evaluate(run, name, row):  # after the clock of an iteration has stopped
+        append(run, name, row)
+        if name != "metrics":
+            return
         rows.append({name: row[name] for name in ("time/iteration", "objective/reward", "objective/kl",
                                                   "objective/response_tokens", "objective/entropy")}
-                    | {"diagnosis": diagnosis.cause})  # fmt: skip
+                    | {"diagnosis": row["ratio/diagnosis"]})  # fmt: skip
         if row["charts/episodes"] % every == 0:
             held_out.add(row["charts/episodes"], sum(each["time/iteration"] for each in rows), samplers[0])
 
@@ -92,7 +94,7 @@ def ours(folder: str, flags: dict, seed: int) -> dict:
     with (
         tempfile.TemporaryDirectory() as runs,
         unittest.mock.patch.object(ppo_llm, "build_models", build_models),
-        unittest.mock.patch.object(ppo_llm.RunFolder, "log", log_and_evaluate),
+        unittest.mock.patch.object(ppo_llm.RunFolder, "append", append_and_evaluate),
         unittest.mock.patch.object(ppo_llm, "save_hf_checkpoint"),
         contextlib.redirect_stdout(io.StringIO()),
     ):
@@ -106,11 +108,11 @@ class EnvReward(torch.nn.Module):
 
     base_model_prefix = "backbone"
 
-    def __init__(self, flags: dict, tokenizer, prompts: list[str]):
+    def __init__(self, flags: dict, tokenizer, seeds: dict[str, int]):
         super().__init__()
         kwargs = json.loads(flags.get("env_kwargs", "{}"))
         self.env = ppo_llm.gym.make(flags["env_id"], disable_env_checker=True, **kwargs).unwrapped
-        self.seeds, self.tokenizer = {prompt: seed for seed, prompt in enumerate(prompts)}, tokenizer
+        self.seeds, self.tokenizer = seeds, tokenizer  # of prompts
 
     def backbone(self, input_ids, **kwargs):
         rewards = []
@@ -130,11 +132,13 @@ def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
     import transformers
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    defaults = ppo_llm.Args(model=folder, **flags)
+    defaults = ppo_llm.Args(model=folder, seed=seed, **flags)
     plan = ppo_llm.validate(defaults)
     env = ppo_llm.gym.make(flags["env_id"], disable_env_checker=True, **json.loads(defaults.env_kwargs))
     N = plan.samples_per_iteration
-    prompts = [env.reset(seed=i)[0] for i in range(plan.episodes_total)]
+    first = ppo_llm.first_prompt(defaults)
+    seeds = range(first, first + plan.episodes_total)  # those of our training prompts
+    prompts = [env.reset(seed=i)[0] for i in seeds]
     chat = ppo_llm.HFTokenizer(folder)
     ids = [chat.encode_prompt(prompt) for prompt in prompts]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -152,7 +156,7 @@ def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
         response_length=defaults.max_new_tokens, temperature=1.0, learning_rate=defaults.actor_lr,
         lr_scheduler_type="linear", kl_coef=defaults.kl_coef)  # fmt: skip
     return PPOTrainer(
-        settings, tokenizer, policy, reference, EnvReward(flags, chat, prompts),
+        settings, tokenizer, policy, reference, EnvReward(flags, chat, dict(zip(prompts, seeds))),
         datasets.Dataset.from_dict({"input_ids": ids}), value,
         eval_dataset=datasets.Dataset.from_dict({"input_ids": ids[:8]}))  # fmt: skip
 
@@ -248,7 +252,11 @@ def main():
     folder, task, seed, *rest = sys.argv[1:]
     side = "trl" if "trl" in rest else "ours"
     changes = {name: json.loads(value) for name, value in (pair.split("=") for pair in rest if "=" in pair)}
-    run = {"ours": ours, "trl": trl}[side](folder, TASKS[task] | changes, int(seed))
+    flags = TASKS[task] | changes
+    if "curriculum" in flags.get("env_kwargs", ""):
+        first = ppo_llm.first_prompt(ppo_llm.Args(seed=int(seed)))
+        flags["env_kwargs"] = json.dumps(json.loads(flags["env_kwargs"]) | {"first": first})
+    run = {"ours": ours, "trl": trl}[side](folder, flags, int(seed))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     RESULTS.write_text(json.dumps(results | {f"{task}/{seed}/{' '.join([side, *map(str, changes.values())])}": run}))
 

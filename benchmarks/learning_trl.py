@@ -110,7 +110,9 @@ def trl(folder: str, seed: int, checkpoint: Path) -> list:
     held_out = HeldOut(checkpoint)
     model, _ = ppo_llm.load_hf_checkpoint(checkpoint)
     train_env = ppo_llm.gym.make("SortDigits-v0", disable_env_checker=True)
-    prompts = [held_out.tokenizer.encode(train_env.reset(seed=i)[0]) for i in range(SAMPLES * ITERATIONS)]
+    first = ppo_llm.first_prompt(ppo_llm.Args(seed=seed))
+    seeds = range(first, first + SAMPLES * ITERATIONS)  # those of our training prompts
+    prompts = [held_out.tokenizer.encode(train_env.reset(seed=i)[0]) for i in seeds]
     load = lambda kind, **kwargs: kind.from_pretrained(checkpoint, dtype=torch.float32, **kwargs)
     policy, reference = (load(transformers.AutoModelForCausalLM) for _ in range(2))
     value = load(transformers.AutoModelForSequenceClassification, num_labels=1)

@@ -93,7 +93,8 @@ class Bench:
         """Seconds of PHASES in the last iteration."""
         silence = contextlib.redirect_stdout(io.StringIO())
         no_export = unittest.mock.patch.object(ppo_llm, "save_hf_checkpoint")  # at the end of a run
-        with tempfile.TemporaryDirectory() as folder, silence, no_export, common.forced(ppo_llm, self.lengths):
+        first = unittest.mock.patch.object(ppo_llm, "first_prompt", return_value=0)  # prompt i gets lengths[i]
+        with tempfile.TemporaryDirectory() as folder, silence, no_export, first, common.forced(ppo_llm, self.lengths):
             ppo_llm.train(ppo_llm.Args(
                 model=self.folder, env_id="Even-v0", env_kwargs=json.dumps({"prompts": self.prompts}),
                 log_dir=folder, run_name="run", num_iterations=iterations, rollout_batch_size=self.samples,

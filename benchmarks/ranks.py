@@ -3,6 +3,8 @@
     python benchmarks/ranks.py [script.py]        # up to 4 ranks
     python benchmarks/ranks.py many [script.py]   # 8 and 16, many more than cores: does it start, agree and end
 
+Actor and critic are apart in a copy of the script with tests/forks/critic_ranks.patch applied, which adds the flag
+--critic-ranks; all other runs are those of the script itself.
 Three iterations of the embedded task in float32 on the CPU, most of what the loop can do switched on. Compared are four
 completions an iteration, all numbers in metrics.jsonl but timings and the rollout's counters, and exported weights.
 A start is what passes before the run folder is made: imports, rendezvous, models.
@@ -19,10 +21,11 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+from common import ROOT, patched_script
 
 MANY = sys.argv[1:2] == ["many"]
 REST = sys.argv[1 + MANY :]
-SCRIPT = Path(REST[0] if REST else Path(__file__).parent.parent / "ppo_llm.py").resolve()
+SCRIPT = Path(REST[0] if REST else ROOT / "ppo_llm.py").resolve()
 FLAGS = (
     "--num-iterations 3 --rollout-batch-size 64 --n-samples-per-prompt 2 --train-batch-size 32 "
     "--micro-batch-tokens 200 --sft-steps 5 --eval-episodes 32 --kl-coef 0.05 --ref-sync-every 2 "
@@ -62,10 +65,12 @@ def main() -> None:
     print(f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}\n")
     columns = ["run", "same responses", "largest difference of a metric", "of a weight", "start, s", "the rest, s"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
+    patched = patched_script("critic_ranks", SCRIPT)
     with tempfile.TemporaryDirectory() as work:
         for i, (name, (ranks, flags)) in enumerate(RUNS.items()):
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-            command = [sys.executable, *launch, str(SCRIPT), *FLAGS, *flags.split()]
+            script = patched if "--critic-ranks" in flags else SCRIPT
+            command = [sys.executable, *launch, str(script), *FLAGS, *flags.split()]
             command += ["--log-dir", work, "--run-name", str(i)]
             started = time.perf_counter()
             run = subprocess.run(command, env=env, text=True, capture_output=True, timeout=1800)

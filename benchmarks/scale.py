@@ -7,7 +7,7 @@ MODEL is tiny, 0.5B, 1.5B, 7B, 14B, 32B (shapes of Qwen2.5), 70B (of Llama 3) or
 
 `ppo_llm.train` runs unmodified as rank 0 of W, on tensors without data (FakeTensor) and PyTorch's "fake" process group;
 tensors on the host are real. A rollout prefills, decodes three tokens, counted for all, and makes up responses of 1/8
-to 8/8 of --max-new-tokens. Left out: evaluation, export, --rollout-ranks, torch.compile, what other ranks hold. Not
+to 8/8 of --max-new-tokens. Left out: evaluation, export, torch.compile, what other ranks hold. Not
 counted: fragmentation, workspaces of kernels, NCCL's buffers, launches, the host. Seconds are lower bounds.
 """
 
@@ -155,13 +155,9 @@ class Device(TorchDispatchMode):
         x.untyped_storage().resize_(size)
         self.hold(x)
 
-    def time(self):
-        self.phase = next(self.phases)  # `ppo` reads the clock where a phase begins
-        return original.time.time()
-
     def make_optimizer(self, model, args):
         optimizer = original.make_optimizer(model, args)
-        for p in model.parameters() if model else ():  # as after the first iteration
+        for p in model.parameters():  # as after the first iteration
             moments = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[p] = moments | {"step": torch.zeros((), device=p.device)}
         return optimizer
@@ -179,9 +175,21 @@ class Device(TorchDispatchMode):
     def end_turn(self, slots, playing, tokenizer, args):
         for i, episode in enumerate(playing.values(), start=1):
             n = args.max_new_tokens * math.ceil(8 * i / len(playing)) // 8  # few lengths: few shapes for FakeTensor
-            episode.extend([1] * n, [-1.0] * n)
+            episode.add_response([1] * n, [-1.0] * n)
             episode.stop = "eos"
             self.counts["rollout"]["tokens"] += len(episode.ids)
+
+
+class Clock(original.Clock):
+    """Tells the device when a phase of the iteration begins."""
+
+    def __init__(self, device: Device):
+        super().__init__()
+        self.device, device.phase = device, next(device.phases)
+
+    def end(self, phase):
+        super().end(phase)
+        self.device.phase = next(self.device.phases)
 
 
 def attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
@@ -205,7 +213,7 @@ def main() -> None:
         load_weights=lambda model, folder: [torch.nn.init.normal_(ppo_llm.local(p)) for p in model.parameters()],
         evaluate=lambda *args: Counter(), save_hf_checkpoint=lambda *args: None, decode_step=lambda *args: None,
         make_optimizer=device.make_optimizer, begin_turn=device.begin_turn, end_turn=device.end_turn,
-        time=types.SimpleNamespace(**vars(original.time) | {"time": device.time}))  # fmt: skip
+        Clock=lambda: Clock(device))  # fmt: skip
     _fsdp_param.free_storage = lambda x: device.resize(x, 0)
     _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = lambda x: device.resize(x, x.nbytes)
     if not REAL:  # what a CUDA build would have, and ranks that all hold what this one does
@@ -216,7 +224,7 @@ def main() -> None:
         _fsdp_init._move_states_to_device = lambda *args: None  # `materialize` does it
         torch.distributed.init_process_group("fake", rank=0, world_size=int(OPTIONS.ranks))
         ppo_llm.WORLD_SIZE = int(OPTIONS.ranks)
-        ppo_llm.Ranks.gather = lambda ranks, value: [value] * ranks.size
+        ppo_llm.World.gather = lambda world, value: [value] * world.size
     with device:
         ppo_llm.train(args)
     if ppo_llm.RANK == 0:

@@ -28,20 +28,21 @@ class Sums(gym.Env):
     """Prompts "What is 8 + 9?", numbers of up to `digits` digits. Reward 1 if the last number of the answer is it.
 
     partial: a wrong number of the right length gets half the share of its digits that are right. curriculum: numbers
-    grow over this many prompts.
+    grow over this many prompts from seed `first` on, which is ppo_llm.first_prompt(args).
     """
 
-    def __init__(self, split: str = "train", digits: int = 1, partial: bool = False, curriculum: int = 0):
+    def __init__(self, split: str = "train", digits: int = 1, partial: bool = False, curriculum: int = 0,
+                 first: int = 0):  # fmt: skip
         numbers = range(10**digits)
         self.rows = split_rows([(a, b) for a in numbers for b in numbers], split)
-        self.partial, self.curriculum = partial, curriculum if split == "train" else 0
+        self.partial, self.curriculum, self.first = partial, curriculum if split == "train" else 0, first
         if self.curriculum:
             self.rows.sort(key=max)
 
     def reset(self, *, seed=None, options=None):
         seed, row = seed or 0, (seed or 0) % len(self.rows)
         if self.curriculum:  # from the first 64
-            known = 64 + len(self.rows) * seed // self.curriculum
+            known = 64 + len(self.rows) * max(0, seed - self.first) // self.curriculum
             row = random.Random(seed).randrange(min(known, len(self.rows)))
         self.a, self.b = self.rows[row]
         return f"What is {self.a} + {self.b}?", {}
