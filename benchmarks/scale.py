@@ -51,7 +51,7 @@ MEMORY, FLOPS, HBM, NVLINK, NETWORK = {
     "a100": (80e9, 312e12, 2.04e12, 300e9, 25e9), "h100": (80e9, 989e12, 3.35e12, 450e9, 50e9),
     "h200": (141e9, 989e12, 4.8e12, 450e9, 50e9)}[OPTIONS.gpu]  # fmt: skip
 KINDS = {  # of memory, by the function that allocates it
-    "build_models.<locals>.build": "parameters", "materialize": "sampler", "Device.make_optimizer": "optimizer",
+    "build_model": "parameters", "materialize": "sampler", "Device.make_optimizer": "optimizer",
     "KVCache.__init__": "KV cache", "copy_weights": "weight copy", "foreach_all_gather": "gathered weights",
     "FSDPParam.init_all_gather_outputs": "gathered weights", "foreach_reduce": "unsharded gradients"}  # fmt: skip
 COLLECTIVES = dict(_allgather_base_="all-gather", all_gather_into_tensor="all-gather", allreduce_="all-reduce",
