@@ -666,14 +666,13 @@ def make_experience(
     experience = Experience.from_rollout(batch, world.device)
     mask = experience.mask
 
-    # --- Log-probs and values [N, T]
+    # --- Log-probs [N, T]
     old_logprobs = experience.logprobs  # of the sampler
     if args.recompute_old_logprobs:
         old_logprobs = logprobs_of_all(actor, experience, args, world)
     ref_logprobs = old_logprobs  # without a reference the KL is 0
     if reference is not None:
         ref_logprobs = logprobs_of_all(reference, experience, args, world)
-    values = forward_all(lambda mb: sampled_values(critic, mb), experience, args, world)
 
     # --- Rewards [N, T]. The reward of a token is the sum of
     #     batch.rewards: its dense rewards, and the turn's reward if it is the last token of a turn,
@@ -698,8 +697,9 @@ def make_experience(
     if rewards[~mask].count_nonzero():
         raise UserError("GAE ignores rewards of tokens outside the mask: move them to others")
 
-    # --- Advantages, whitened over the whole rollout, and returns, which are not whitened
+    # --- Values, advantages, which are whitened over the whole rollout, and returns, which are not
     # FORK: advantages.
+    values = forward_all(lambda mb: sampled_values(critic, mb), experience, args, world)
     bootstrap = None  # the return of a truncated sample ends with 0, like that of a complete one
     if args.bootstrap_truncated:
         after = forward_all(lambda mb: critic(mb.tokens), experience, args, world)  # [N, T] V(<= t)
@@ -1124,7 +1124,8 @@ class Attention(nn.Module):
         self.layer, self.D, hidden = layer, config.head_dim, config.hidden_size
         self.H, self.Hkv = config.num_attention_heads, config.num_key_value_heads
         self.grouped = self.H != self.Hkv  # comparing in forward would break the compiled graph
-        # FORK: model surgery, such as adapters.
+        # FORK: model surgery, such as adapters. Do not initialize a sharded weight at random: every
+        # rank would draw the same numbers for its shard.
         self.q_proj = nn.Linear(hidden, self.H * self.D, bias=config.qkv_bias)
         self.k_proj = nn.Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
@@ -1770,7 +1771,6 @@ def token_mean(steps: list[dict], name: str) -> float | None:
 def metrics(state, args, batch, experience, actor_steps, critic_steps, diagnosis, clock) -> dict:
     """A line of metrics.jsonl. Means over steps are weighted by tokens, without skipped steps."""
     N, mask = len(experience), experience.mask
-    returns, values = experience.returns[mask], experience.values[mask]
     row = batch.stats | {
         "iteration": state.iteration,
         "charts/episodes": (state.iteration + 1) * N,
@@ -1781,10 +1781,12 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, diagnosis
         "objective/entropy": -float(masked_mean(experience.old_logprobs, mask)),
         "objective/truncated": sum(stop != "eos" for stop in batch.stop) / N,
         "objective/kl": float(experience.kls.mean()) if args.kl_coef else None,
-        "losses/explained_variance": float(1 - (returns - values).var() / returns.var()),
         "time/iteration": clock.seconds,
         "perf/response_tokens_per_second": experience.n_tokens / clock.seconds,
     }
+    if experience.values is not None:
+        returns, errors = experience.returns[mask], (experience.returns - experience.values)[mask]
+        row["losses/explained_variance"] = float(1 - errors.var() / returns.var())
     if torch.cuda.is_initialized():
         row["perf/peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     row |= {f"time/{phase}": seconds for phase, seconds in clock.phases.items()}
@@ -2229,6 +2231,51 @@ def microbatches(
             turn.reverse()  # 0 1 2 2 1 0 0 1 ... keeps the ranks in balance
         parts[-1] += turn[world.rank : world.rank + 1]
     return [torch.tensor(part, dtype=torch.int64) for part in parts]
+
+
+def select(batch: Rollout, indices: list[int], plan: Plan) -> Rollout:
+    """The samples with these indices, which must be as many as planned. For forks."""
+    planned = plan.samples_per_iteration
+    if len(indices) != planned:
+        raise UserError(f"{len(indices)} samples selected: must be {planned}, see plan_steps")
+    pick = lambda values: [values[i] for i in indices]
+    return dataclasses.replace(
+        batch,
+        tokens=batch.tokens[indices],
+        mask=batch.mask[indices],
+        logprobs=batch.logprobs[indices],
+        rewards=batch.rewards[indices],
+        lengths=batch.lengths[indices],
+        stop=pick(batch.stop),
+        texts=pick(batch.texts),
+        prompts=pick(batch.prompts),
+        success=pick(batch.success),
+        extras={name: x[indices] for name, x in batch.extras.items()},
+    )
+
+
+def concatenate(parts: list[Rollout]) -> Rollout:
+    """The samples of all parts, padded to the longest; of statistics, the means."""
+    T = max(part.tokens.shape[1] for part in parts)
+
+    def join(tensors: list[Tensor]) -> Tensor:
+        missing = [T - part.tokens.shape[1] for part in parts]  # columns
+        padded = [F.pad(x, (0, n)) if x.ndim > 1 else x for x, n in zip(tensors, missing)]
+        return torch.cat(padded)
+
+    return Rollout(
+        tokens=join([part.tokens for part in parts]),
+        mask=join([part.mask for part in parts]),
+        logprobs=join([part.logprobs for part in parts]),
+        rewards=join([part.rewards for part in parts]),
+        lengths=join([part.lengths for part in parts]),
+        stop=[stop for part in parts for stop in part.stop],
+        texts=[text for part in parts for text in part.texts],
+        stats={k: sum(part.stats[k] for part in parts) / len(parts) for k in parts[0].stats},
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        success=[success for part in parts for success in part.success],
+        extras={k: join([part.extras[k] for part in parts]) for k in parts[0].extras},
+    )
 
 
 def select(batch: Rollout, indices: list[int], plan: Plan) -> Rollout:
