@@ -1,8 +1,12 @@
 """The patches in tests/forks/: each applies to ppo_llm.py, runs two iterations, and does what it says."""
 
+import collections
+import functools
 import importlib.util
 import json
+import re
 import subprocess
+import sys
 
 import pytest
 import safetensors.torch
@@ -14,6 +18,7 @@ from test_train import assert_same_metrics, lines
 FORKS = sorted((ROOT / "tests" / "forks").glob("*.patch"))
 FLAGS = dict(num_iterations=2, rollout_batch_size=16, n_samples_per_prompt=2, train_batch_size=16, sft_steps=30,
              eval_episodes=8, save_every=1, run_name="run")  # fmt: skip
+RECORDED = ("build_models", "play", "make_experience", "minibatches")
 
 
 def patched_script(patch, folder):
@@ -22,13 +27,27 @@ def patched_script(patch, folder):
     return folder / "ppo_llm.py"
 
 
+def recorded(function, calls):
+    """The function, which appends (arguments, result) to `calls`."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        calls.append((args, function(*args, **kwargs)))
+        return calls[-1][1]
+
+    return call
+
+
 def run(patch, folder, **flags):
-    """(module, rows of metrics.jsonl, run folder) of the patched script."""
+    """(module, rows of metrics.jsonl, run folder) of the patched script; module.calls has those of some functions."""
     spec = importlib.util.spec_from_file_location("ppo_llm", patched_script(patch, folder))
     ppo = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(__import__("sys").modules, "ppo_llm", ppo)
+        patched.setitem(sys.modules, "ppo_llm", ppo)
         spec.loader.exec_module(ppo)
+        ppo.calls = collections.defaultdict(list)
+        for owner, name in ((torch.Tensor, "backward"), *((ppo, name) for name in RECORDED)):
+            patched.setattr(owner, name, recorded(getattr(owner, name), ppo.calls[name]))
         summary = ppo.train(ppo.Args(log_dir=str(folder), **FLAGS | flags))
     assert summary["status"] == "completed" and summary["iterations"] == (FLAGS | flags)["num_iterations"]
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -39,7 +58,23 @@ def test_all_forks_are_tested_and_say_what_they_do():
     assert [path.stem for path in FORKS] == (
         "annealed_entropy best_and_worst frozen_blocks group_normalised joint_loss length_penalty lora replay "
         "tensor_parallel_sampler").split()  # fmt: skip
-    assert all(path.read_text().index("diff --git a/ppo_llm.py b/ppo_llm.py") > 40 for path in FORKS)
+    for path in FORKS:
+        head, _, _ = path.read_text().partition("\n\ndiff --git a/ppo_llm.py b/ppo_llm.py\n")
+        assert 40 < len(head) < 500 and head.endswith(".")
+
+
+def losses(ppo):
+    """Of all backward passes; the microbatches of these tests are minibatches."""
+    return [float(loss.detach()) for (loss, *_), _ in ppo.calls["backward"]]
+
+
+def weights(folder, iteration, model="actor", kind="weights"):
+    return safetensors.torch.load_file(next((folder / f"checkpoints/iter_{iteration:06d}/{model}/{kind}").iterdir()))
+
+
+def changed_names(folder, model="actor"):
+    first, second = (weights(folder, iteration, model) for iteration in (1, 2))
+    return {name for name in first if not torch.equal(first[name], second[name])}
 
 
 def test_length_penalty(tmp_path):
@@ -49,16 +84,27 @@ def test_length_penalty(tmp_path):
         assert row["objective/reward"] == pytest.approx(expected, abs=1e-5)
 
 
+def assert_no_critic(ppo, folder):
+    (_, (_, models)), = ppo.calls["build_models"]  # fmt: skip
+    assert models[1] is None
+    assert not (folder / "checkpoints" / "iter_000002" / "critic").exists()
+    assert ppo.plan_steps(ppo.Args()).critic_steps_total == 0
+
+
 def test_group_normalised(tmp_path):
     ppo, rows, folder = run("group_normalised", tmp_path)
     assert ppo.Args().n_samples_per_prompt == 4
-    assert not (folder / "checkpoints" / "iter_000002" / "critic").exists()
+    assert_no_critic(ppo, folder)
     assert all("losses/value_loss" not in row for row in rows)
     assert any(row["ratio/adv_raw_std"] > 0 and row["grad/actor_norm"] > 0 for row in rows)
+    for _, experience in ppo.calls["make_experience"]:
+        rewards = (experience.sample_rewards - 0.02 * experience.kls).view(16, 2)
+        expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        torch.testing.assert_close(experience.advantages, expected.view(32, 1) * experience.mask, atol=1e-3, rtol=0)
 
 
 def test_best_and_worst(tmp_path):
-    ppo, rows, folder = run("best_and_worst", tmp_path, n_samples_per_prompt=4, eval_episodes=64)
+    ppo, rows, folder = run("best_and_worst", tmp_path, n_samples_per_prompt=4)
     assert [(row["charts/episodes"], row["charts/actor_steps"]) for row in rows] == [(32, 4), (64, 8)]
     texts, env = lines(folder, "completions"), ppo.SortDigits()  # worst, best, worst, best, in each iteration
     for row in texts:
@@ -66,61 +112,115 @@ def test_best_and_worst(tmp_path):
         assert env.step(row["response"])[1] == pytest.approx(row["reward"])
     for worst, best in zip(texts[::2], texts[1::2], strict=True):
         assert worst["prompt"] == best["prompt"] and worst["reward"] <= best["reward"]
+    played = [batch.rewards.sum(1).view(16, 4) for _, batch in ppo.calls["play"] if len(batch.lengths) == 64]
+    trained = [batch.rewards.sum(1).view(16, 2) for (batch, *_), _ in ppo.calls["make_experience"]]
+    for every, two in zip(played, trained, strict=True):
+        assert torch.equal(two, torch.stack((every.amin(1), every.amax(1)), dim=1))
 
 
 def test_frozen_blocks_stay_and_are_saved_resumed_and_exported(tmp_path):
     flags = dict(sft_steps=0, missing_eos_penalty=1.0)
     _, rows, folder = run("frozen_blocks", tmp_path, **flags)
-    first, second = (safetensors.torch.load_file(next((folder / f"checkpoints/iter_00000{i}/actor/weights").iterdir()))
-                     for i in (1, 2))  # fmt: skip
-    same = {name for name in first if torch.equal(first[name], second[name])}
-    assert same == {name for name in first if "layers.0" in name or "embed" in name}
-    assert safetensors.torch.load_file(folder / "model" / "model.safetensors").keys() == first.keys()
+    names = weights(folder, 1).keys()
+    assert names - changed_names(folder) == {name for name in names if "layers.0" in name or "embed" in name}
+    assert safetensors.torch.load_file(folder / "model" / "model.safetensors").keys() == names
     resumed = run("frozen_blocks", tmp_path, num_iterations=3, resume="auto", **flags)[1]
     assert [row["iteration"] for row in resumed] == [0, 1, 2] and resumed[:2] == rows
 
 
 def test_annealed_entropy(tmp_path):
-    _, rows, _ = run("annealed_entropy", tmp_path, sft_steps=0)
+    ppo, rows, _ = run("annealed_entropy", tmp_path, sft_steps=0)
     assert [row["losses/entropy_coef"] for row in rows] == pytest.approx([0.01, 0.005])
+    expected = [step["policy_loss"] - coef * step["entropy"] for row, coef in zip(rows, (0.01, 0.005), strict=True)
+                for step in row["ratio/steps"]]  # fmt: skip
+    assert losses(ppo)[4:8] + losses(ppo)[12:] == pytest.approx(expected, abs=1e-5)  # others are of the critic
 
 
 def test_replay(tmp_path):
-    _, rows, _ = run("replay", tmp_path)
+    ppo, rows, _ = run("replay", tmp_path)
     assert [len(row["ratio/steps"]) for row in rows] == [4, 8]
     assert rows[0]["ratio/first_dev"] < 1e-5
+    first, second = (experience for _, experience in ppo.calls["make_experience"])
+    _, _, *replayed = (experience for (experience, *_), _ in ppo.calls["minibatches"])  # by critic and actor
+    for both in replayed:
+        assert len(both) == 64 and both.iteration == 1
+        for name in ("tokens", "cpu_mask", "old_logprobs", "values", "advantages", "returns"):
+            for part, rows_of_it in ((second, slice(32)), (first, slice(32, None))):
+                T = part.tokens.shape[1]
+                assert torch.equal(getattr(both, name)[rows_of_it, :T], getattr(part, name))
+    lrs = [step["lr"] for row in rows for step in row["ratio/steps"]]
+    assert lrs == pytest.approx([5e-4 * (1 - 0.95 * step / 16) for step in range(12)])
 
 
-def test_joint_loss(tmp_path):
-    _, rows, folder = run("joint_loss", tmp_path)
-    assert not (folder / "checkpoints" / "iter_000002" / "critic").exists()
+def test_joint_loss(tmp_path, monkeypatch):
+    ppo, rows, folder = run("joint_loss", tmp_path)
+    assert_no_critic(ppo, folder)
     assert all(row["ratio/first_dev"] < 1e-5 and row["losses/value_loss"] > 0 for row in rows)
+    expected = [step["policy_loss"] + 0.5 * step["value_loss"] for row in rows for step in row["ratio/steps"]]
+    assert losses(ppo)[-8:] == pytest.approx(expected, abs=1e-5)
+    values = [experience.values.abs().max() for _, experience in ppo.calls["make_experience"]]
+    assert values[0] == 0 and values[1] > 0 and "score.weight" in changed_names(folder)
+    monkeypatch.setitem(sys.modules, "ppo_llm", ppo)
+    with pytest.raises(ppo.UserError, match="bootstrap-truncated"):
+        ppo.train(ppo.Args(bootstrap_truncated=True))
 
 
 def test_lora_is_exported_merged_and_resumed(tmp_path):
-    _, rows, folder = run("lora", tmp_path, missing_eos_penalty=1.0)
-    first, second = (safetensors.torch.load_file(next((folder / f"checkpoints/iter_00000{i}/actor/weights").iterdir()))
-                     for i in (1, 2))  # fmt: skip
-    changed = {name for name in first if not torch.equal(first[name], second[name])}
-    assert changed and all("lora" in name for name in changed)
+    ppo, rows, folder = run("lora", tmp_path, missing_eos_penalty=1.0)
+    saved = weights(folder, 2)
+    adapters = {name for name in saved if "lora" in name}
+    assert len(adapters) == 2 * 2 * 2 and changed_names(folder) == weights(folder, 2, kind="exp_avg").keys() == adapters
+    assert changed_names(folder, "critic") == weights(folder, 2, "critic").keys()
     exported = safetensors.torch.load_file(folder / "model" / "model.safetensors")
-    assert not any("lora" in name for name in exported)
+    assert exported.keys() == saved.keys() - adapters
     name = "model.layers.0.self_attn.q_proj."
-    merged = second[f"{name}weight"] + second[f"{name}lora_B"] @ second[f"{name}lora_A"]
+    merged = saved[f"{name}weight"] + saved[f"{name}lora_B"] @ saved[f"{name}lora_A"]
     torch.testing.assert_close(exported[f"{name}weight"], merged)
-    assert not torch.equal(exported[f"{name}weight"], second[f"{name}weight"])
+    assert not torch.equal(exported[f"{name}weight"], saved[f"{name}weight"])
+    again = dict(ppo.load_hf_checkpoint(folder / "model")[0].named_parameters())  # with new adapters
+    assert torch.equal(again[f"{name}weight"], exported[f"{name}weight"])
+    assert again[f"{name}lora_A"].std().item() == pytest.approx(0.02, rel=0.2) and not again[f"{name}lora_B"].any()
 
     resumed = run("lora", tmp_path, num_iterations=3, resume="auto", missing_eos_penalty=1.0)[1]
     assert [row["iteration"] for row in resumed] == [0, 1, 2] and resumed[:2] == rows
 
 
+WORKER = """
+import os
+import environments
+import gymnasium
+import ppo_llm
+
+class Counted(environments.TwoTurns):
+    def turn(self, response):
+        os.write(1, f"rank {os.environ['RANK']} asked\\n".encode())
+        return super().turn(response)
+
+def build(*args):
+    tokenizer, models = build_models(*args)
+    elements = sum(ppo_llm.local(p).numel() for p in models[3].model.layers.parameters() if p.ndim == 2)
+    os.write(1, f"sampler of {elements} elements\\n".encode())
+    return tokenizer, models
+
+gymnasium.register("Counted-v0", entry_point=Counted)
+build_models, ppo_llm.build_models = ppo_llm.build_models, build
+ppo_llm.main()
+"""
+
+
 @pytest.mark.slow
 def test_ranks_that_share_a_sampler_give_the_samples_and_numbers_of_whole_ones(tmp_path):
-    script = patched_script("tensor_parallel_sampler", tmp_path)
+    patched_script("tensor_parallel_sampler", tmp_path)
+    (tmp_path / "worker.py").write_text(WORKER)
+    asked, sizes = {}, {}
     for ranks in "12":
-        flags = flags_of(run_name=ranks, sampler_ranks=ranks, env_id="environments:TwoTurns-v0", kl_coef=0.1)
-        code, output = finish(start(torchrun(2, script, *flags), tmp_path), timeout=120)
+        flags = flags_of(run_name=ranks, sampler_ranks=ranks, env_id="Counted-v0", kl_coef=0.1)
+        code, output = finish(start(torchrun(2, tmp_path / "worker.py", *flags), tmp_path), timeout=120)
         assert code == 0, output
+        asked[ranks] = re.findall(r"rank (\d) asked", output)
+        sizes[ranks] = {int(n) for n in re.findall(r"sampler of (\d+) elements", output)}
     texts = [[row["response"] for row in lines(tmp_path / ranks, "completions")] for ranks in "12"]
     assert texts[0] == texts[1] and len(set(texts[0])) > 2
     assert_same_metrics(lines(tmp_path / "1"), lines(tmp_path / "2"))
+    assert set(asked["1"]) == {"0", "1"} and set(asked["2"]) == {"0"} and len(asked["1"]) == len(asked["2"])
+    assert len(sizes["1"]) == 1 and sizes["1"] == {2 * n for n in sizes["2"]}
