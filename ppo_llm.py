@@ -2278,49 +2278,6 @@ def concatenate(parts: list[Rollout]) -> Rollout:
     )
 
 
-def select(batch: Rollout, indices: list[int], plan: Plan) -> Rollout:
-    """The samples with these indices, which must be as many as planned. For forks."""
-    planned = plan.samples_per_iteration
-    if len(indices) != planned:
-        raise UserError(f"{len(indices)} samples selected: must be {planned}, see plan_steps")
-    pick = lambda values: [values[i] for i in indices]
-    return dataclasses.replace(
-        batch,
-        tokens=batch.tokens[indices],
-        mask=batch.mask[indices],
-        logprobs=batch.logprobs[indices],
-        rewards=batch.rewards[indices],
-        lengths=batch.lengths[indices],
-        stop=pick(batch.stop),
-        texts=pick(batch.texts),
-        prompts=pick(batch.prompts),
-        success=pick(batch.success),
-        extras={name: x[indices] for name, x in batch.extras.items()},
-    )
-
-
-def concatenate(parts: list):
-    """The samples of several Rollouts, or Experiences, padded to the longest."""
-    widths = [part.tokens.shape[1] for part in parts]
-    missing = [max(widths) - T for T in widths]  # columns that each of them lacks
-
-    def join(values):
-        first = values[0]
-        if isinstance(first, Tensor):
-            wide = [F.pad(x, (0, n)) if x.ndim > 1 else x for x, n in zip(values, missing)]
-            return torch.cat(wide)
-        if isinstance(first, list):
-            return [item for value in values for item in value]
-        if isinstance(first, dict):
-            return {name: join([value[name] for value in values]) for name in first}
-        if isinstance(first, int | float):  # a statistic
-            return sum(values) / len(values)
-        return first
-
-    names = [f.name for f in dataclasses.fields(parts[0])]
-    return type(parts[0])(*(join([getattr(part, name) for part in parts]) for name in names))
-
-
 def on_meta(config: ModelConfig, head: str = "lm", dtype=torch.float32) -> Transformer:
     """A model without storage. It is sharded first, and then each rank materializes its shard."""
     with torch.device("meta"):
