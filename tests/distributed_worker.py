@@ -79,7 +79,9 @@ def run(ppo, folder, name, flags, fault=None):
 
 
 def main():
-    ppo, folder = importlib.import_module(Path(sys.argv[1]).stem), Path(sys.argv[2])
+    script, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    sys.path.insert(0, str(script.parent))
+    ppo = importlib.import_module(script.stem)
     for name, flags, fault in json.loads((folder / "plan.json").read_text()):
         (folder / f"{name}.{RANK}.json").write_text(json.dumps(run(ppo, folder, name, flags, fault)))
     dist.destroy_process_group()
