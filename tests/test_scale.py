@@ -30,7 +30,7 @@ def test_simulated_ranks_count_what_real_ones_do(tmp_path):
         assert numbers["GB at the peak"] == pytest.approx(real["phases"][phase]["GB at the peak"], rel=0.1), phase
         if phase != "start":  # weights are filled in other ways
             # But for some bytes: a thread of gloo may hold a tensor for a moment longer.
-            expected = pytest.approx(of_models(real["largest"][phase]), rel=1e-3)
+            expected = pytest.approx(of_models(real["largest"][phase]), rel=1e-4)
             assert of_models(fake["largest"][phase]) == expected, phase
     assert all(name in fake["phases"]["actor"] for name in ("all-gather, GB", "reduce-scatter, GB", "all-reduce, GB"))
     assert fake["largest"]["actor"]["gradients"] > 0 < fake["largest"]["decode"]["KV cache"]
