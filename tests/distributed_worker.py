@@ -22,7 +22,8 @@ RANK = int(os.environ.get("RANK", 0))
 
 def run(ppo, folder, name, flags, fault=None):
     """Train in folder/name. `fault`: {"nan": rank}: a gradient of its; {"signal": rank}: SIGTERM in its 2nd rollout."""
-    seen, fault = {"models": {}, "steps": 0, "backwards": 0, "empty": 0, "code": 0, "dtypes": set()}, fault or {}
+    seen = {"models": {}, "steps": 0, "backwards": 0, "empty": 0, "rollouts": 0, "code": 0, "dtypes": set()}
+    fault = fault or {}
 
     def build_models(original, *args, **kwargs):
         tokenizer, models = original(*args, **kwargs)
@@ -42,6 +43,7 @@ def run(ppo, folder, name, flags, fault=None):
         return original(parameters, *args, **kwargs)
 
     def rollout(original, actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False):
+        seen["rollouts"] += iteration >= 0  # not those of evaluations
         if fault.get("signal") == RANK and iteration == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy)
