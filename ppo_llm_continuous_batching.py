@@ -183,7 +183,7 @@ class Args:
     critic_lr: PositiveOrZero | None = None
     # Adam's beta1, the decay rate of its momentum. Default: 0.5, with --model 0.9.
     adam_beta1: Fraction | None = None
-    # Fraction of the learning rates that is left at the last step; they decay linearly to it.
+    # The learning rates decay linearly; this fraction of them would be left after the last step.
     lr_end: Fraction = 0.05
     # Number of iterations at the beginning in which the critic is trained, but not the actor.
     critic_warmup_iterations: CountOrZero = 0
@@ -372,8 +372,12 @@ def train(args: Args) -> dict:
     actor_optimizer = make_optimizer(actor, args)
     critic_optimizer = make_optimizer(critic, args)
     # FORK: another model, such as a second critic. Build it in build_models, give it an optimizer,
-    # and an entry here, so that it is saved and resumed. All models see the minibatches in the same
-    # order: critics that start with equal weights stay equal unless each has an order of its own.
+    # and an entry here, so that it is saved and resumed. Nothing warns if one of these is missing:
+    # - an order of its own, minibatches(..., dataclasses.replace(args, seed=...), world), since two
+    #   critics with the same start, the same targets and the same order stay equal;
+    # - old values of its own in experience.extras, around which its value loss clips;
+    # - a count of its own steps: state.critic_steps is that of one critic's learning rate;
+    # - its share in `after`, in make_experience, for --bootstrap-truncated.
     checkpointed = {"actor": (actor, actor_optimizer), "critic": (critic, critic_optimizer)}
     if reference is not None:
         checkpointed["reference"] = (reference, None)
@@ -394,7 +398,7 @@ def train(args: Args) -> dict:
             prompt_seeds = range(state.next_prompt, state.next_prompt + args.rollout_batch_size)
             seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
             batch = play(sampler, tokenizer, envs, seeds, state.iteration, args, world)
-            # FORK: which samples train: batch = select(batch, indices, plan)
+            # FORK: which samples train, as many as planned: batch = select(batch, indices, plan)
             clock.end("rollout")
 
             # --- Old log-probs, values, rewards, advantages: computed once, constant from here on
@@ -664,8 +668,9 @@ def make_experience(
 ) -> Experience:
     """All that the updates need, computed before the first of them and constant from then on."""
     actor, critic, reference, _ = models
-    # FORK: which tokens train. Make their mask [N, T] before anything is computed from it:
-    # batch = dataclasses.replace(batch, mask=mask, logprobs=batch.logprobs * mask)
+    # FORK: which tokens train. Make their mask [N, T] before anything is computed from it, and move
+    # rewards from tokens that are dropped to others:
+    # batch = dataclasses.replace(batch, mask=mask, logprobs=batch.logprobs * mask, rewards=rewards)
     experience = Experience.from_rollout(batch, world.device)
     mask = experience.mask
 
@@ -683,7 +688,7 @@ def make_experience(
     #     - kl_coef * its KL to the reference, for every sampled token (with --kl-in reward)
     rewards = batch.rewards.to(world.device, copy=True)
     rows = torch.arange(len(experience), device=world.device)
-    last = upload(batch.lengths - 1, world.device)  # [N] the last token is always a sampled one
+    last = upload(batch.lengths - 1, world.device)  # [N] the last token, which was sampled
     stop_ids = upload(torch.tensor(tokenizer.stop_ids), world.device)
     no_eos = ~torch.isin(experience.tokens[rows, last], stop_ids)  # [N]
     rewards[rows, last] -= args.missing_eos_penalty * no_eos
@@ -697,6 +702,8 @@ def make_experience(
         # the response: mask.cumsum(1) counts the sampled tokens of each row, from 1.
         kls = kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
         rewards = rewards - args.kl_coef * kls
+    if not rewards.isfinite().all():
+        raise UserError("a reward, or its penalty for the KL, is not finite")
     if rewards[~mask].count_nonzero():
         raise UserError("GAE ignores rewards of tokens outside the mask: move them to others")
 
@@ -705,18 +712,20 @@ def make_experience(
     values = forward_all(lambda mb: sampled_values(critic, mb), experience, args, world)
     bootstrap = None  # the return of a truncated sample ends with 0, like that of a complete one
     if args.bootstrap_truncated:
-        after = forward_all(lambda mb: critic(mb.tokens), experience, args, world)  # [N, T] V(<= t)
+        # [N, T] the value of the state after each token; sampled_values gives that before it.
+        after = forward_all(lambda mb: critic(mb.tokens), experience, args, world)
         truncated = upload(torch.tensor([stop != "eos" for stop in batch.stop]), world.device)
         bootstrap = after[rows, last] * truncated  # [N]
     advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
     advantage_std = float(advantages[mask].std()) if experience.n_tokens > 1 else 0.0
-    if advantage_std >= 1e-6:
-        advantages = masked_whiten(advantages, mask)
-    else:  # all tokens are equally good, but for rounding errors, which whitening would amplify
+    if advantage_std < 1e-6:
+        # All tokens are equally good, but for rounding errors, which whitening would amplify.
         advantages = torch.zeros_like(advantages)
+    else:
+        advantages = masked_whiten(advantages, mask)
     if args.rollout_is_cap:
         # Truncated importance weights. The surrogate is linear in the advantage, so that this
-        # weighs the loss of each token. Whitening afterwards would scale the weights.
+        # weighs the loss of each token. It comes after whitening, which would rescale the weights.
         is_weights = (old_logprobs - experience.logprobs).exp().clamp(max=args.rollout_is_cap)
         advantages = advantages * is_weights
     return dataclasses.replace(
@@ -731,8 +740,9 @@ def minibatches(
     """The minibatches of `epochs` passes over the experience, in a new random order in each pass.
 
     Yields how many sampled tokens a minibatch has on all ranks, and this rank's microbatches of it.
-    Losses are divided by this number, which makes them means over tokens. For a mean over samples
-    divide the loss of each token by mb.mask.sum(1, keepdim=True), and all by args.train_batch_size.
+    Losses are divided by this number, which makes them means over tokens. For means over samples
+    let loss_denom be args.train_batch_size, and divide each token's loss, inside policy_loss and
+    value_loss, and its entropy and KL, by mask.sum(1, keepdim=True).clamp(min=1).
     """
     for epoch in range(epochs):
         seed = ((args.seed * 1_000_003 + experience.iteration) * 1_000_003 + epoch) % 2**63
@@ -748,8 +758,9 @@ def minibatches(
 
 # === 5. Rollout ===
 # Continuous batching: a slot takes the next sample the moment its own ends. While an environment
-# computes a step, its slot idles. In this section `actor` is the sampler, the copy of the actor that
-# generates text.
+# computes a step, its slot idles. In this section `actor` is the sampler, the copy of the actor
+# that generates text. A forward with `cache.view(n, rows)` reads the first n positions of these rows
+# of the KV cache. It may write to any position, and what nobody needs goes to `cache.scratch`.
 
 # Seconds in a rollout that are spent on waiting for an environment while other rows could decode:
 # an environment that answers at once should not miss the next decode step.
@@ -2285,7 +2296,10 @@ def connect(args: Args) -> World:
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of a CPU tensor on `device`, through pinned memory, so that the host need not wait."""
+    """A CPU tensor on `device`: through pinned memory, so that the host need not wait for the copy.
+
+    On the CPU it is the tensor itself, so that nobody must change the result in place.
+    """
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
@@ -2308,8 +2322,9 @@ def score_texts(
     """[N] what a model with a scalar head says at the last token of each prompt with its response.
 
     The model may be sharded over the ranks. Each conversation is scored once, by one of the ranks,
-    and all of them get all the scores. The tokenizer is the model's, which need not be the actor's.
-    A response is taken to be complete, even if it was cut: --missing-eos-penalty is for those.
+    and all of them get all the scores. The tokenizer is the model's, which need not be the actor's,
+    so that what is scored is text: the model sees neither special tokens that the actor sampled,
+    nor whether a response was cut; --missing-eos-penalty is for those.
     """
     ids = [tokenizer.encode_conversation(*texts) for texts in zip(prompts, responses)]
     longest, positions = max(map(len, ids)), model.config.max_position_embeddings

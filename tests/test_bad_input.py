@@ -159,6 +159,9 @@ def test_mistakes_of_forks_are_refused_and_their_flags_pass(ppo, tmp_path):
     fewer = lambda batch: dataclasses.replace(batch, mask=batch.mask & (batch.rewards == 0))
     with mock.patch.object(ppo, "rollout", changed(ppo.rollout, fewer)):
         refuse(ppo, tmp_path, "rewards of tokens outside the mask", begun=True)
+    shaped = lambda batch: dataclasses.replace(batch, rewards=batch.rewards / (batch.rewards != 0))
+    with mock.patch.object(ppo, "rollout", changed(ppo.rollout, shaped)):
+        refuse(ppo, tmp_path, "a reward, or its penalty for the KL, is not finite", begun=True, run_name="nan")
     with pytest.raises(ppo.UserError, match="3 samples selected: must be 270"):
         ppo.select(None, [0, 1, 2], ppo.plan_steps(ppo.Args(rollout_batch_size=270, train_batch_size=27)))
     fork = dataclasses.make_dataclass("Fork", [("threshold", float, -1.0)], bases=(ppo.Args,))

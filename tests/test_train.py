@@ -330,6 +330,15 @@ def test_advantages_are_whitened_over_the_rollout_and_returns_are_not(ppo, run, 
         assert not any(e.advantages.any() for e in record(ppo, tmp_path).experiences)
 
 
+def test_values_that_are_not_finite_skip_steps_and_are_counted(ppo, tmp_path):
+    """They must not pass for advantages without a spread, which are set to 0."""
+    broken = changed(ppo.compute_gae, lambda result: (result[0] * math.nan, result[1]))
+    with mock.patch.object(ppo, "compute_gae", broken):
+        seen = record(ppo, tmp_path)
+    assert [row["grad/skipped_actor"] for row in seen.rows] == [STEPS, STEPS]
+    assert {row["ratio/diagnosis"] for row in seen.rows} == {"steps_skipped"}
+
+
 def test_flags_reach_the_mathematics(run):
     flags = dict(clip_low=0.1, clip_high=0.3, dual_clip=4.0, value_clip=0.7, gamma=0.9, gae_lambda=0.8)
     seen = run(**flags, max_grad_norm=0.01)
