@@ -183,7 +183,8 @@ class Args:
     critic_lr: PositiveOrZero | None = None
     # Adam's beta1, the decay rate of its momentum. Default: 0.5, with --model 0.9.
     adam_beta1: Fraction | None = None
-    # The learning rates decay linearly; this fraction of them would be left after the last step.
+    # The learning rates decay linearly towards this fraction of them, which they reach when the
+    # last step has been made.
     lr_end: Fraction = 0.05
     # Number of iterations at the beginning in which the critic is trained, but not the actor.
     critic_warmup_iterations: CountOrZero = 0
@@ -232,8 +233,8 @@ class Args:
     ref_sync_alpha: Fraction = 1.0
     # Subtracted from the reward of a sample whose last token is not a stop token.
     missing_eos_penalty: PositiveOrZero = 0.0
-    # Let the return of a truncated sample end with the critic's value of its last state, instead
-    # of with 0.
+    # Let the return of a truncated sample, of which the episode has not terminated, end with the
+    # critic's value of its last state, instead of with 0.
     bootstrap_truncated: bool = False
 
     # Episodes of an evaluation. They are played twice: sampled at temperature 1, and greedily.
@@ -333,8 +334,9 @@ def policy_loss(
         losses = torch.where(advantages < 0, torch.min(losses, -advantages * dual_clip), losses)
     with torch.no_grad():
         stats = {
-            # Tokens whose gradient the clipping removes, and all with a ratio outside of the range.
+            # Tokens for which the clipped term is the loss, so that they have no gradient.
             "clipfrac": (pg_loss2 > pg_loss1).sum() / mask_size,
+            # Tokens with a ratio outside of the clip range, whether they have a gradient or not.
             "out_of_clip": ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).sum() / mask_size,
             "approx_kl": (ratio - 1 - logratio).sum() / mask_size,  # k3 of KL(old || new)
             "ratio_mean": (ratio * mask).sum() / mask_size,
@@ -363,7 +365,7 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 
 def train(args: Args) -> dict:
     """Run PPO. Returns what summary.json holds. Raises UserError for what the user can fix."""
-    plan = validate(args)  # checks the flags, and fills in those that are None
+    plan = validate(args)  # checks the flags, fills in those that are None, and counts the steps
     world = connect(args)  # joins the other ranks, and fills in the flags that are "auto"
     envs = make_envs(args, world)
     eval_envs = make_envs(args, world, evaluation=True)
@@ -371,13 +373,15 @@ def train(args: Args) -> dict:
     actor, critic, reference, sampler = models  # the reference is None if kl_coef is 0
     actor_optimizer = make_optimizer(actor, args)
     critic_optimizer = make_optimizer(critic, args)
-    # FORK: another model, such as a second critic. Build it in build_models, give it an optimizer,
-    # and an entry here, so that it is saved and resumed. Nothing warns if one of these is missing:
-    # - an order of its own, minibatches(..., dataclasses.replace(args, seed=...), world), since two
-    #   critics with the same start, the same targets and the same order stay equal;
-    # - old values of its own in experience.extras, around which its value loss clips;
-    # - a count of its own steps: state.critic_steps is that of one critic's learning rate;
-    # - its share in `after`, in make_experience, for --bootstrap-truncated.
+    # FORK: another model that trains, such as a second critic. Build it in build_models, and give
+    # it an optimizer and an entry here, so that it is saved and resumed. What goes wrong silently:
+    # - Critics with the same start and the same minibatches stay equal. Give each its own order, by
+    #   minibatches(..., dataclasses.replace(args, seed=...), world), of several minibatches.
+    # - The value loss clips around old values. If `values` is the critics' mean, each of them, the
+    #   first one too, needs its own: keep them in experience.extras.
+    # - Each needs a count of its steps in TrainState, for its learning rate, and a place in
+    #   end_iteration, which ends a run whose gradients are not finite.
+    # - In make_experience `after`, for --bootstrap-truncated, is that of one critic.
     checkpointed = {"actor": (actor, actor_optimizer), "critic": (critic, critic_optimizer)}
     if reference is not None:
         checkpointed["reference"] = (reference, None)
@@ -395,7 +399,7 @@ def train(args: Args) -> dict:
         while state.iteration < args.num_iterations and not interrupt:
             clock = Clock()
             # --- Rollout: every rank plays a share of the episodes and gets the samples of all
-            prompt_seeds = range(state.next_prompt, state.next_prompt + args.rollout_batch_size)
+            prompt_seeds = range(state.next_seed, state.next_seed + args.rollout_batch_size)
             seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
             batch = play(sampler, tokenizer, envs, seeds, state.iteration, args, world)
             # FORK: which samples train, as many as planned: batch = select(batch, indices, plan)
@@ -473,7 +477,7 @@ def train(args: Args) -> dict:
             diagnosis = probe.diagnose(experience, actor_steps, early_stop, state)
             clock.end("diagnose")
             run.log(batch, experience, actor_steps, critic_steps, diagnosis, clock)
-            diagnosis.refuse_broken_ratio()
+            diagnosis.refuse_broken_ratio()  # ends a run whose first ratio was not 1
             state.end_iteration(args, actor_steps, critic_steps)
             if interrupt or state.is_due_for_saving(args):
                 save_checkpoint(run, checkpointed, state, args, world)
@@ -527,7 +531,7 @@ class Rollout:
     texts: list[str]  # what followed the prompt
     stats: dict[str, float]  # of the rollout as a whole; logged
     prompts: list[str]
-    success: list[bool]  # info["success"] of the last step, else whether the rewards are positive
+    success: list[bool]  # info["success"] of the last step, else whether rewards.sum() > 0
     # FORK: data of your own. Each is a tensor [N], or [N, T] of tokens. It goes with its sample
     # through `select`, over the ranks, and into every microbatch, as mb.extras[name]. More may be
     # added to experience.extras in make_experience.
@@ -544,8 +548,9 @@ class Experience:
     tokens: Tensor  # [N, T], like all others but those that say otherwise
     logprobs: Tensor  # of the sampler
     lengths: Tensor  # [N] on the CPU
-    # [N, T] bool: sampled by the actor. The other tensors of tokens are 0 where it is False. It is
-    # on the CPU, where one can count without waiting for the device; `mask` is on the device.
+    # [N, T] bool: sampled by the actor. Log-probs, values, advantages and returns are 0 where it is
+    # False. It is on the CPU, where one can count without waiting for the device; `mask` is the
+    # same on the device.
     cpu_mask: Tensor
     extras: dict[str, Tensor]  # of the Rollout
     # What follows is filled in by `make_experience`.
@@ -693,9 +698,11 @@ def make_experience(
     no_eos = ~torch.isin(experience.tokens[rows, last], stop_ids)  # [N]
     rewards[rows, last] -= args.missing_eos_penalty * no_eos
     # FORK: reward shaping. Every rank does this for all samples, and all must get the same numbers.
-    # A reward model is made by build_model(load_config(path), "scalar", args, world) and filled by
-    # load_weights. score_texts lets the ranks share the scoring:
-    # rewards[rows, last] += score_texts(model, tokenizer, batch.prompts, batch.texts, args, world)
+    # A reward model is made by build_model(load_config(path), "scalar", args, world), filled by
+    # load_weights, and goes with its own HFTokenizer(path), for example into the tuple of models.
+    # score_texts lets the ranks share the scoring; see there what it does not see:
+    # scores = score_texts(reward_model, reward_tokenizer, batch.prompts, batch.texts, args, world)
+    # rewards[rows, last] += scores
     sample_rewards = rewards.sum(1)  # [N]
     if args.kl_in == "reward":
         # FORK: KL in the reward. Its coefficient may depend on `iteration`, or on the position in
@@ -758,9 +765,12 @@ def minibatches(
 
 # === 5. Rollout ===
 # Continuous batching: a slot takes the next sample the moment its own ends. While an environment
-# computes a step, its slot idles. In this section `actor` is the sampler, the copy of the actor
-# that generates text. A forward with `cache.view(n, rows)` reads the first n positions of these rows
-# of the KV cache. It may write to any position, and what nobody needs goes to `cache.scratch`.
+# computes a step, its slot idles.
+# In this section `actor` is the sampler, the copy of the actor that generates text. B is the number
+# of rows that decode together, R of those that begin a turn, and K of the decode steps after which
+# the host looks at the results. A forward with `cache.view(n, rows)` reads the first n positions of
+# these rows of the KV cache, or a few more. It may write to any position, and what nobody needs is
+# written to position `cache.scratch`.
 
 # Seconds in a rollout that are spent on waiting for an environment while other rows could decode:
 # an environment that answers at once should not miss the next decode step.
@@ -841,8 +851,8 @@ class Episode:
 class Slots:
     """B rows that decode together, on the device.
 
-    A row that is finished stays in the batch, so that shapes do not change; what it writes goes to
-    column S, which nobody reads.
+    A row that is finished stays in the batch, so that shapes do not change; what it reads and
+    writes is in column S and means nothing.
     """
 
     def __init__(self, B: int, S: int, stop_ids: list[int], device: torch.device):
@@ -863,8 +873,8 @@ def decode_step(
 
     The input is the newest token of a row. It is not in the cache yet: this forward puts it there.
     """
-    newest = torch.where(slots.alive, slots.length - 1, cache.scratch)[:, None]  # [B, 1]
-    logits = actor(slots.tokens.gather(1, newest), newest, cache)[:, 0]  # [B, V]
+    position = torch.where(slots.alive, slots.length - 1, cache.scratch)[:, None]  # [B, 1]
+    logits = actor(slots.tokens.gather(1, position), position, cache)[:, 0]  # [B, V]
     # FORK: sampling. Top-p or top-k must go into every log-prob too, or the ratio is wrong.
     logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
     preference = logprobs
@@ -2364,7 +2374,10 @@ def microbatches(
 
 
 def select(batch: Rollout, indices: list[int], plan: Plan) -> Rollout:
-    """The samples with these indices, which must be as many as planned. For forks."""
+    """The samples with these indices, which must be as many as planned.
+
+    For forks. tests/forks/best_and_worst.patch shows how to sample more than are planned.
+    """
     planned = plan.samples_per_iteration
     if len(indices) != planned:
         raise UserError(f"{len(indices)} samples selected: must be {planned}, see plan_steps")
@@ -2612,7 +2625,7 @@ class TrainState:
     """What one iteration leaves to the next, besides weights and moments. Saved as JSON."""
 
     iteration: int = 0  # iterations done
-    next_prompt: int = 0  # the environment's seed of the next training prompt
+    next_seed: int = 0  # the environment's seed of the next training prompt
     actor_steps: int = 0  # skipped ones included
     critic_steps: int = 0
     skipped_in_a_row: list = field(default_factory=lambda: [0, 0])  # of actor and critic
@@ -2624,7 +2637,7 @@ class TrainState:
         self, args: Args, actor_steps: list[dict], critic_steps: list[dict]
     ) -> None:
         self.iteration += 1
-        self.next_prompt += args.rollout_batch_size
+        self.next_seed += args.rollout_batch_size
         for i, steps in enumerate((actor_steps, critic_steps)):
             for step in steps:
                 self.skipped_in_a_row[i] = self.skipped_in_a_row[i] + 1 if step["skipped"] else 0
@@ -2800,7 +2813,7 @@ def resume(args: Args, checkpointed: dict) -> TrainState:
     """Read the newest checkpoint into models and optimizers. Raises UserError."""
     found = checkpoints_to_resume(args)
     if not found:
-        return TrainState(next_prompt=first_prompt(args))
+        return TrainState(next_seed=first_prompt(args))
     if "reference" in checkpointed and not (found[0] / "reference").exists():
         raise UserError(f"{found[0]} was saved with --kl-coef 0: it has no reference to resume")
     try:
