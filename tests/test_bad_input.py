@@ -57,6 +57,18 @@ def test_flags_that_contradict_each_other_or_the_disk(ppo, tmp_path, parts, flag
     refuse(ppo, tmp_path, *parts, **flags)
 
 
+@pytest.mark.parametrize(("environment", "part"), [
+    (dict(RANK="1"), "RANK without LOCAL_RANK"),
+    (dict(RANK="2", LOCAL_RANK="2"), "there are 2 GPUs, none for local rank 2"),
+])  # fmt: skip
+def test_every_rank_needs_a_gpu_of_its_own(ppo, monkeypatch, environment, part):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 2):
+        with pytest.raises(ppo.UserError, match=part):
+            ppo.connect(ppo.Args())
+
+
 def test_main_prints_one_line_and_exits_with_code_two(ppo, tmp_path, capsys):
     for flags, part in ((dict(gamma=1.5), "--gamma 1.5"), (dict(env_id="environments:Raises-v0"), "out of order")):
         argv, patch = [ppo.__file__, *flags_of(log_dir=tmp_path, **flags)], mock.patch.object

@@ -98,6 +98,22 @@ def test_compiled_code_has_no_graph_breaks_and_few_graphs(ppo, tmp_path):
     assert 0 < counters["stats"]["unique_graphs"] <= 12
 
 
+@pytest.mark.shared
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_first_ratio_is_exactly_one_in_bfloat16_and_compiled(ppo, tmp_path):
+    """On the CPU, by Inductor's C++: scoring and training run the same graph, in which everything rounds alike."""
+    flags = SMALL | dict(dtype="bfloat16", compile="on", num_iterations=1, rollout_batch_size=32, train_batch_size=16,
+                         kl_coef=0.1, log_dir=str(tmp_path), run_name="run")  # fmt: skip
+    torch._dynamo.reset()
+    try:
+        with mock.patch.object(ppo, "compiled_decode_step", ppo.decode_step):  # its compilation is not needed here
+            ppo.train(ppo.Args(**flags))
+    finally:
+        dist.destroy_process_group()
+    [row] = lines(tmp_path / "run")
+    assert row["ratio/first_dev"] == 0 and row["objective/kl"] == 0 and row["ratio/last_dev"] > 0.01
+
+
 def test_training_forwards_of_many_shapes_share_few_graphs(ppo):
     """Microbatches of 0 to 38 samples of equal or unequal length; a rank without samples computes one token."""
     counters, tokens = torch._dynamo.utils.counters, torch.zeros(40, 30, dtype=torch.int64)
