@@ -194,8 +194,9 @@ class Args:
 
     # Discount factor per token.
     gamma: Fraction = 1.0
-    # Lambda of generalized advantage estimation. With 1 the advantage of a token rests on all
-    # rewards after it, with 0 on the critic's value of the next token; values between mix the two.
+    # Lambda of generalized advantage estimation. The advantage of a token rests on its own reward
+    # and, with 1, on all rewards after it, with 0 on the critic's value of the next state instead;
+    # lambdas between mix the two.
     gae_lambda: Fraction = 0.95
     # The probability ratio of new and old policy is clipped from below at 1 - clip_low.
     clip_low: Annotated[float, Range(1e-9, 1)] = 0.2
@@ -233,8 +234,9 @@ class Args:
     ref_sync_alpha: Fraction = 1.0
     # Subtracted from the reward of a sample whose last token is not a stop token.
     missing_eos_penalty: PositiveOrZero = 0.0
-    # Let the return of a truncated sample, of which the episode has not terminated, end with the
-    # critic's value of its last state, instead of with 0.
+    # Let the return of a truncated sample end with the critic's value of its last state, instead of
+    # with 0. Truncated are samples whose last token is not a stop token, since the token limit cut
+    # them, and those of which the environment says so.
     bootstrap_truncated: bool = False
 
     # Episodes of an evaluation. They are played twice: sampled at temperature 1, and greedily.
@@ -376,7 +378,8 @@ def train(args: Args) -> dict:
     # FORK: another model that trains, such as a second critic. Build it in build_models, and give
     # it an optimizer and an entry here, so that it is saved and resumed. What goes wrong silently:
     # - Critics with the same start and the same minibatches stay equal. Give each its own order, by
-    #   minibatches(..., dataclasses.replace(args, seed=...), world), of several minibatches.
+    #   minibatches(..., dataclasses.replace(args, seed=...), world), and more than one minibatch in
+    #   an epoch, since the order of a single one makes no difference.
     # - The value loss clips around old values. If `values` is the critics' mean, each of them, the
     #   first one too, needs its own: keep them in experience.extras.
     # - Each needs a count of its steps in TrainState, for its learning rate, and a place in
@@ -444,7 +447,7 @@ def train(args: Args) -> dict:
                     pg_loss, mb_stats = policy_loss(
                         newlogprobs, mb.old_logprobs, mb.advantages, mb.mask, args.clip_low,
                         args.clip_high, args.dual_clip, loss_denom)  # fmt: skip
-                    entropy = entropies.sum() / loss_denom
+                    entropy = entropies.sum() / loss_denom  # they are 0 outside the mask
                     loss = pg_loss - args.entropy_coef * entropy
                     if args.kl_in == "loss" and reference is not None:
                         # FORK: KL in the loss.
@@ -454,7 +457,7 @@ def train(args: Args) -> dict:
                         stats.add_loss_terms(kl_loss=kl_loss)
                     loss.backward()
                     stats.add_loss_terms(policy_loss=pg_loss, entropy=entropy)
-                    stats.add_means(mb.n_tokens, **mb_stats)
+                    stats.add_means(mb.n_tokens, **mb_stats)  # names in _max remain maxima
                 grad_norm = nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm)
                 step = stats.read(grad_norm)
                 if args.target_kl is not None and step["approx_kl"] > args.target_kl:
@@ -515,7 +518,10 @@ def sync_reference(reference: Transformer, actor: Transformer, args: Args) -> No
 
 # === 4. Experience ===
 # From a rollout, which is what sampler and environments have left, to the experience that the
-# updates learn from, and to the minibatches and microbatches of the updates.
+# updates learn from, and to the minibatches and microbatches of the updates. Models are called in
+# three ways, see Transformer.forward: model(tokens) gives logits, or values, after each token; with
+# `packing` it gives log-probs of the sampled tokens, or values before them; with a KV cache, which
+# is for the rollout, logits after the new tokens.
 
 
 @dataclass
@@ -657,6 +663,7 @@ def forward_all(function: Callable, experience: Experience, args: Args, world: W
         # ratio would not be 1. `detach` frees the activations of a microbatch before the next one.
         with torch.enable_grad():
             result = function(experience[rows]).detach().float()
+        # An empty share has one row in `result`, but none here, see Experience.__getitem__.
         out[upload(rows, device), : result.shape[1]] = result[: len(rows)]
     return world.all_reduce(out)
 
@@ -770,11 +777,11 @@ def minibatches(
 # === 5. Rollout ===
 # Continuous batching: a slot takes the next sample the moment its own ends. While an environment
 # computes a step, its slot idles.
-# In this section `actor` is the sampler, the copy of the actor that generates text. B is the number
-# of rows that decode together, R of those that begin a turn, and K of the decode steps after which
-# the host looks at the results. A forward with `cache.view(n, rows)` reads the first n positions of
-# these rows of the KV cache, or a few more. It may write to any position, and what nobody needs is
-# written to position `cache.scratch`.
+# In this section `actor` is the sampler, the copy of the actor that generates text. Dimensions: B
+# rows decode together, R of them begin a turn, and after K decode steps the host looks at the
+# results. A forward with `cache.view(n, rows)` reads the first n positions of these rows of the KV
+# cache, or a few more. It may write to any position, and what nobody needs is written to position
+# S, which is `cache.scratch`.
 
 # Seconds in a rollout that are spent on waiting for an environment while other rows could decode:
 # an environment that answers at once should not miss the next decode step.
@@ -832,7 +839,7 @@ class Episode:
         """Take the rewards, and either the end of the episode or the text for another turn."""
         text, reward, terminated, truncated, self.info = answer
         self.rewards[-1] = float(reward)
-        if self.info.get("rewards"):
+        if self.info.get("rewards"):  # dense ones: [(end, reward), ...], see section 8
             with attempt(f"use info['rewards'] of {self.where}"):
                 response = self.ids[self.turn :]
                 for index, reward in dense_rewards(self.info["rewards"], response, tokenizer):
@@ -856,7 +863,7 @@ class Slots:
     """B rows that decode together, on the device.
 
     A row that is finished stays in the batch, so that shapes do not change; what it reads and
-    writes is in column S and means nothing.
+    writes is in column S, that is `cache.scratch`, and means nothing.
     """
 
     def __init__(self, B: int, S: int, stop_ids: list[int], device: torch.device):
