@@ -658,10 +658,10 @@ def forward_all(function: Callable, experience: Experience, args: Args, world: W
     everything = torch.arange(len(experience))
     shares = microbatches(everything, experience.lengths, args.micro_batch_tokens, world)
     for rows in progress(shares, "scoring, microbatches"):
-        # With gradients, although nobody needs them, so that torch.compile runs the graph of the
-        # updates: that of a forward without gradients rounds otherwise, and in bfloat16 the first
-        # ratio would not be 1. `detach` frees the activations of a microbatch before the next one.
-        with torch.enable_grad():
+        # torch.compile has another graph for forwards without gradients, which rounds otherwise: in
+        # bfloat16 the first ratio would not be 1. So compiled models score with gradients, although
+        # nobody needs them; `detach` frees the activations of a microbatch before the next one.
+        with torch.set_grad_enabled(args.compile == "on"):
             result = function(experience[rows]).detach().float()
         # An empty share has one row in `result`, but none here, see Experience.__getitem__.
         out[upload(rows, device), : result.shape[1]] = result[: len(rows)]

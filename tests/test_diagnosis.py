@@ -68,7 +68,7 @@ def empty_mask(original, *args, stale):
 
 
 def is_training():
-    """Scoring runs with gradients, too."""
+    """Scoring may run with gradients, too."""
     return not any(frame.name == "forward_all" for frame in traceback.extract_stack())
 
 
