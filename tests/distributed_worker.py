@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -65,7 +66,7 @@ def run(ppo, folder, name, flags, fault=None):
         for owner, attribute, wrapper in [
             (ppo, "build_models", build_models), (ppo, "rollout", rollout), (ppo, "microbatches", microbatches),
             (torch.Tensor, "backward", backward), (torch.nn.utils, "clip_grad_norm_", clip_grad_norm),
-            (dist, "reduce_scatter_single", reduce_scatter),
+            (DefaultReduceScatter, "__call__", reduce_scatter),
         ]:  # fmt: skip
             original = getattr(owner, attribute)
             wrapped = lambda *args, original=original, wrapper=wrapper, **kwargs: wrapper(original, *args, **kwargs)
