@@ -3,7 +3,8 @@
     python benchmarks/scale.py MODEL RANKS [--gpu h100|h200|a100] [--json FILE] [flags of ppo_llm.py]
     torchrun --nproc-per-node 2 benchmarks/scale.py tiny real  # the same counts of real ranks (gloo, CPU), to compare
 
-MODEL is tiny, 0.5B, 1.5B, 7B, 14B, 32B (shapes of Qwen2.5), 70B (of Llama 3) or a folder with a config.json. Needs g++.
+MODEL is tiny, 0.5B, 1.5B, 7B, 14B, 32B (shapes of Qwen2.5), 70B (of Llama 3) or a folder with a config.json.
+Needs g++ and the CPU build of PyTorch.
 
 `ppo_llm.train` runs unmodified as rank 0 of W, on tensors without data (FakeTensor) and PyTorch's "fake" process group;
 tensors on the host are real. A rollout prefills, decodes three tokens, counted for all, and makes up responses of 1/8
