@@ -894,6 +894,47 @@ def decode_step(
 compiled_decode_step = torch.compile(decode_step, dynamic=True)
 
 
+class Decoder:
+    """Makes K decode steps at a time; compiled on a GPU, as one CUDA graph.
+
+    A decode step consists of hundreds of kernels, so small that the host needs longer to launch
+    them than the GPU to run them. A CUDA graph is a recording of such launches, which the host then
+    launches as one. It always does the same at the same addresses. Therefore weights, cache and
+    slots must be changed in place, and there is a graph for each number of cache positions that
+    attention reads, which grows in steps of 128. A decoder serves one rollout.
+    """
+
+    def __init__(
+        self, actor: Transformer, cache: KVCache, slots: Slots, args: Args, greedy: bool
+    ):
+        on_cuda = actor.model.norm.weight.is_cuda
+        self.K = 8 if on_cuda else 1  # decode steps between host syncs
+        self.use_graphs = on_cuda and args.compile == "on"
+        self.graphs = {}  # by the number of positions
+        # The graphs share the memory of their intermediate results, since each leaves nothing there
+        # that another needs.
+        self.pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
+        step = compiled_decode_step if args.compile == "on" else decode_step
+        self.step = lambda view: step(actor, view, slots, args.temperature, greedy)
+        self.cache = cache
+
+    def run(self, attend: int) -> None:
+        """Make K steps. In the first, up to `attend` positions of the cache are in use."""
+        attend += self.K - 1
+        view = self.cache.view(round_up(attend, 128) if self.use_graphs else attend)
+        if view.attend in self.graphs:
+            self.graphs[view.attend].replay()
+            return
+        for _ in range(self.K):
+            self.step(view)
+        if self.use_graphs:
+            graph = self.graphs[view.attend] = torch.cuda.CUDAGraph()
+            # Threads of environments may use the GPU meanwhile: "thread_local" lets them.
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                for _ in range(self.K):
+                    self.step(view)  # is recorded, and does not run
+
+
 def begin_turn(
     actor: Transformer, cache: KVCache, slots: Slots, playing: dict[int, Episode], args: Args
 ) -> None:
@@ -957,8 +998,7 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
     cache = KVCache(actor.config, B, S, weight.dtype, weight.device)
     slots = Slots(B, S, tokenizer.stop_ids, weight.device)
     keys = sample_keys(args.seed, iteration, sample_ids, weight.device)  # [N]
-    decode = compiled_decode_step if args.compile == "on" else decode_step
-    K = 8 if weight.is_cuda else 1  # decode steps between host syncs
+    decoder = Decoder(actor, cache, slots, args, greedy)
     episodes, steps = [], 0
     bar = progress(desc="rollout, samples" if iteration >= 0 else "evaluation, samples", total=N)
     for start in range(0, N, B):
@@ -977,10 +1017,9 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
             attend = max(len(episode.ids) for episode in playing.values())  # cache positions in use
             alive = len(playing)
             while alive:
-                for _ in range(K):
-                    decode(actor, cache.view(attend), slots, args.temperature, greedy)
-                    attend += 1
-                steps += K
+                decoder.run(attend)
+                attend += decoder.K
+                steps += decoder.K
                 alive = int(slots.alive.sum())  # the host waits for the device
                 bar.update(len(episodes) + len(wave) - alive - bar.n)
             end_turn(slots, playing, tokenizer, args)
@@ -1174,9 +1213,15 @@ class Attention(nn.Module):
             return self.o_proj(self.attend_to_cache(q, k, v, cache, positions, mask))
         if packing is not None:
             q, k, v = (packing.unpack(x) for x in (q, k, v))  # [B, T, H or Hkv, D]
-        # Rows start at index 0, so causality alone hides the padding on the right.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or Hkv, T, D]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        grouped = self.grouped
+        if grouped and q.is_cuda and q.dtype == torch.float32:
+            # On a GPU only flash attention shares key heads, and it is not for float32. Other
+            # kernels would hold all scores [B, H, T, T].
+            G, grouped = self.H // self.Hkv, False
+            k, v = k.repeat_interleave(G, dim=1), v.repeat_interleave(G, dim=1)
+        # Rows start at index 0, so causality alone hides the padding on the right.
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         out = out.transpose(1, 2)  # [B, T, H, D]
         if packing is not None:
             out = packing.pack(out)  # [n, H, D]
@@ -1331,9 +1376,9 @@ class KVCache:
         return keys[rows, :, : self.attend], values[rows, :, : self.attend]
 
 
-def round_up(n: int) -> int:
+def round_up(n: int, unit: int = 16) -> int:
     """To a multiple of 16, so that there are few shapes to compile, and masks are aligned."""
-    return -(-n // 16) * 16
+    return -(-n // unit) * unit
 
 
 def token_logprobs(hidden, weight, targets, temperature=1.0) -> tuple[Tensor, Tensor]:
@@ -2172,7 +2217,10 @@ def connect(args: Args) -> World:
         if local_rank >= count:
             there_are = f"--device {args.device}: there are {count} GPUs"
             raise UserError(f"{there_are}, none for local rank {local_rank}")
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # for many shapes
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            # Microbatches have many shapes. Without this their memory would be fragmented. Like
+            # this, since the environment variable must be there before torch is imported.
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for every new shape
@@ -2756,6 +2804,8 @@ def main() -> None:
             time.sleep(5)  # let rank 0 report first, then torchrun ends the others
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    if dist.is_initialized():  # all ranks have ended: NCCL warns if its communicators are left open
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ counted by line. Not simulated: CUDA's own kernels (which dtypes they know, roun
 in), Triton (torch.compile only traces)."""
 
 import collections
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -64,7 +65,62 @@ def moved(x, kind):
     return torch._C._from_dlpack(capsule)
 
 
+class Graph:
+    """A CUDA graph: what is called while it captures does not run, but is recorded; `replay` runs it there.
+
+    What it changes outside of the memory that is allocated in the capture, its pool, must be changed in place.
+    """
+
+    capturing = None  # the one that records
+
+    def __init__(self):
+        self.launches, self.undo = [], []
+        self.pool, self.outside = [], set()  # (first address, end) of allocations; other addresses that are used
+
+    def allocate(self, x):
+        self.pool.append((x.data_ptr(), x.data_ptr() + x.nbytes))
+        return x
+
+    def record(self, op, args, kwargs, outputs):
+        self.launches.append((op, args, kwargs, outputs))
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor) and x.is_cuda and x.nbytes:
+                if not any(start <= x.data_ptr() < end for start, end in self.pool):
+                    self.outside.add(x.data_ptr())
+        if not any(value.alias_info for value in op._schema.returns):
+            tree_map_only(torch.Tensor, self.allocate, outputs)
+
+    def save(self, op, args, kwargs):
+        """Keep a copy of what the operation will change."""
+        given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+        for argument in op._schema.arguments:
+            x = given.get(argument.name)
+            if isinstance(x, torch.Tensor) and argument.alias_info and argument.alias_info.is_write:
+                self.undo.append((moved(x, 1), moved(x, 1).clone()))
+
+    def replay(self):
+        calls["replay"] += 1
+        for op, args, kwargs, outputs in self.launches:
+            results = op(*args, **kwargs)
+            for old, new in zip(tree_leaves(outputs), tree_leaves(results), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    moved(old, 1).copy_(moved(new, 1))
+
+    @contextlib.contextmanager
+    def capture(self):
+        Graph.capturing = self
+        try:
+            yield
+        finally:
+            Graph.capturing = None
+        for x, before in reversed(self.undo):
+            x.copy_(before)
+        self.undo.clear()
+
+
 def wait(what):
+    if Graph.capturing:
+        raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename != sys.argv[0]:
         frame = frame.f_back
@@ -89,7 +145,9 @@ def kernel(op, *args, **kwargs):
             wait(f"copy to {'host' if args[1].is_cuda else 'device'}")
     elif name in READS or any(x is not None and x.dtype == torch.bool for x in indices):
         wait(name)
-    originals, grown = {}, []
+    originals, grown, given = {}, [], (args, kwargs)
+    if Graph.capturing:
+        Graph.capturing.save(op, args, kwargs)
     def to_host(x):
         alias = moved(x, 1) if x.is_cuda else x
         if x.is_cuda and x.shape == (0,):  # perhaps an output that is to be resized
@@ -102,7 +160,19 @@ def kernel(op, *args, **kwargs):
     for x, alias in grown:
         if alias.shape != (0,):
             x.data = moved(alias, 2)
-    return tree_map_only(torch.Tensor, lambda x: originals[id(x)][0] if id(x) in originals else moved(x, 2), out)
+            if Graph.capturing:
+                Graph.capturing.allocate(x)
+    out = tree_map_only(torch.Tensor, lambda x: originals[id(x)][0] if id(x) in originals else moved(x, 2), out)
+    if Graph.capturing:
+        Graph.capturing.record(op, *given, out)
+    return out
+
+
+def empty(new, *sizes, dtype=None, **more):
+    x = moved(new(*sizes, dtype=dtype), 2)
+    if Graph.capturing:
+        Graph.capturing.allocate(x)
+    return x
 
 
 def collective(op, *args):
@@ -114,6 +184,8 @@ def collective(op, *args):
 def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     if not q.dtype == k.dtype == v.dtype or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
         raise RuntimeError(f"attention of {q.dtype}, {k.dtype}, {v.dtype}, mask {mask if mask is None else mask.dtype}")
+    if enable_gqa and (mask is not None or q.dtype == torch.float32):
+        raise RuntimeError("attention with shared key heads would hold all scores [B, H, T, T]")
     math = partial(torch.ops.aten._scaled_dot_product_attention_math, scale=scale, enable_gqa=enable_gqa)
     return math(q, k, v, mask, dropout, is_causal, None)[0]
 
@@ -126,6 +198,8 @@ for name in "Stream Event stream current_stream device".split():
     setattr(torch.cuda, name, mocked)
 torch.cuda.current_device = torch.cuda.max_memory_allocated = lambda *args: 0
 torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda *args: (9, 0), lambda *args: "simulated"
+torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle = Graph, lambda: None
+torch.cuda.graph = lambda graph, pool, capture_error_mode: graph.capture()
 torch.cuda.device_count = torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
 init, compiled = dist.init_process_group, torch.compile
 dist.init_process_group = lambda backend, **more: dist.is_initialized() or init(backend.replace("nccl", "gloo"), **more)
@@ -136,7 +210,7 @@ libraries = {name: torch.library.Library(name, "IMPL") for name in ("aten", "_",
 libraries["_"].fallback(kernel, "CUDA")
 libraries["aten"].impl("copy_", partial(kernel, torch.ops.aten.copy_.default), "CUDA")
 for name, new in ("empty.memory_format", torch.empty), ("empty_strided", torch.empty_strided):
-    libraries["aten"].impl(name, lambda *sizes, dtype=None, new=new, **more: moved(new(*sizes, dtype=dtype), 2), "CUDA")
+    libraries["aten"].impl(name, partial(empty, new), "CUDA")
 for key in "CUDA", "AutogradCUDA":
     libraries["aten"].impl("scaled_dot_product_attention", attention, key)
 for name in ("allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_ allreduce_coalesced_ "
@@ -154,6 +228,8 @@ def main():
     sys.path.insert(0, str(Path(path).resolve().parent))
     sys.argv = [path, *json.loads(runs[0])]  # a benchmark may read it when imported
     script, reports = importlib.import_module(Path(path).stem), []
+    if "RANK" in os.environ:  # several ranks would not find each other again in the next run
+        dist.destroy_process_group = lambda: None
     for name in {"decode_step", "optimizer_step"} & vars(script).keys():
         setattr(script, name, partial(counted, getattr(script, name)))
     for flags in runs:
@@ -161,8 +237,6 @@ def main():
         script.main()
         reports.append({"waits": dict(waits), "calls": dict(calls)})
         waits.clear(), calls.clear()
-        if dist.is_initialized() and "RANK" not in os.environ:  # several ranks would not find each other again
-            dist.destroy_process_group()
     Path(f"{report}.{os.environ.get('RANK', 0)}.json").write_text(json.dumps(reports))
 
 

@@ -3,7 +3,9 @@
 import collections
 import functools
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from conftest import ROOT
 from test_distributed import finish, flags_of, start, torchrun
 from test_rollout import make_model
 from test_train import SMALL, assert_same_metrics, lines
@@ -78,6 +81,15 @@ def test_two_ranks(ppo, tmp_path):
     simulate(ppo, tmp_path, [FLOAT | dict(save_every=1)], ranks=2)
     on_the_cpu(ppo, tmp_path)
     assert_same_metrics(lines(tmp_path / "float"), lines(tmp_path / "cpu"), 1e-4)
+
+
+@simulated
+def test_cuda_graphs_give_the_same_samples_and_faults_are_found(ppo):
+    command = [sys.executable, "-W", "ignore", SIMULATED.with_name("decode_graphs.py"), ppo.__name__]
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    found = json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
+    assert found.pop("none") is None
+    assert len(found) == 5 and all(found.values()), found
 
 
 def test_compiled_code_has_no_graph_breaks_and_few_graphs(ppo, tmp_path):

@@ -23,9 +23,9 @@ def make_model(ppo, vocab_size, **changes):
     return ppo.Transformer(ppo.ModelConfig.from_hf(raw | changes))
 
 
-def random_model(ppo, tokenizer):
+def random_model(ppo, tokenizer, **changes):
     """Random weights, sharp enough for the log-probs of the tokens to differ."""
-    model = make_model(ppo, tokenizer.vocab_size)
+    model = make_model(ppo, tokenizer.vocab_size, **changes)
     for p in model.parameters():
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.25)
