@@ -3,7 +3,9 @@
     python benchmarks/ppo_update.py                        # a random model; CPU, one thread, float32, fifteen minutes
     python benchmarks/ppo_update.py smoke                  # a minute: does it run
     python benchmarks/ppo_update.py real FOLDER [pairs]    # a Hugging Face checkpoint, 3 pairs
+    python benchmarks/ppo_update.py real FOLDER [pairs] bfloat16
     python benchmarks/ppo_update.py real FOLDER smoke      # one pair of short responses
+    python benchmarks/ppo_update.py ratio FOLDER           # the first ratio, in float32 and bfloat16
 
 The same model for actor, critic and reference (a random Qwen2 or the checkpoint), the same prompts, response lengths
 (log-normal, forced), epochs, minibatches, optimizer steps and learning rate; the reward is a function, which TRL is
@@ -13,8 +15,13 @@ checkpointing, which cost time here, samples and scores the whole batch at once,
 since more gradient accumulation would mean fewer steps there. Ours cuts minibatches at 1024 tokens: of its flags that
 change no numbers this was chosen for a CPU. Ours clips gradients, TRL's PPOTrainer does not.
 
+`bfloat16` is --dtype bfloat16 here and TRL's bf16=True.
+
 Also the updates' share of the GEMM limit: the FLOPs that real tokens need, per second, over those of the same matrix
 products alone (`update_products`); and the peak of resident memory, above what a process took before it loaded a model.
+
+`ratio` prints the largest |ratio - 1| on the first minibatch of the last iteration, before its optimizer step. Lengths
+are not forced then, since TRL takes the old log-probs from the logits of `generate`, which forced tokens change.
 """
 
 import contextlib
@@ -82,31 +89,36 @@ class ForcedLengths(transformers.LogitsProcessor):
 
 
 class Bench:
-    def __init__(self, folder, prompts, minibatches, epochs, mean, longest):
-        self.folder, self.prompts, self.samples = folder, prompts, len(prompts)
+    def __init__(self, folder, prompts, minibatches, epochs, mean, longest, dtype="float32", forced=True):
+        self.folder, self.prompts, self.samples, self.dtype = folder, prompts, len(prompts), dtype
+        self.forced = forced  # are lengths?
         self.minibatches, self.epochs, self.longest = minibatches, epochs, longest
         self.lengths = common.forced_lengths("log-normal", self.samples, mean, longest)
         self.tokenizer = ppo_llm.HFTokenizer(folder)
         self.ids = [self.tokenizer.encode_prompt(text) for text in prompts]
 
     def ours(self, compiled: str, iterations: int) -> list[float]:
-        """Seconds of PHASES in the last iteration."""
+        """Seconds of PHASES in the last iteration, and its first ratio's largest distance from 1."""
         silence = contextlib.redirect_stdout(io.StringIO())
         no_export = unittest.mock.patch.object(ppo_llm, "save_hf_checkpoint")  # at the end of a run
         first = unittest.mock.patch.object(ppo_llm, "first_prompt", return_value=0)  # prompt i gets lengths[i]
-        with tempfile.TemporaryDirectory() as folder, silence, no_export, first, common.forced(ppo_llm, self.lengths):
+        forced = common.forced(ppo_llm, self.lengths) if self.forced else contextlib.nullcontext()
+        with tempfile.TemporaryDirectory() as folder, silence, no_export, first, forced:
             ppo_llm.train(ppo_llm.Args(
                 model=self.folder, env_id="Even-v0", env_kwargs=json.dumps({"prompts": self.prompts}),
                 log_dir=folder, run_name="run", num_iterations=iterations, rollout_batch_size=self.samples,
                 rollout_slots=self.samples, train_batch_size=self.samples // self.minibatches,
                 ppo_epochs=self.epochs, kl_coef=0.05, max_prompt_tokens=max(map(len, self.ids)),
                 max_new_tokens=self.longest, eval_episodes=1, save_every=0, compile=compiled,
-                actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, micro_batch_tokens=1024, device="cpu"))  # fmt: skip
+                actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, micro_batch_tokens=1024, device="cpu",
+                dtype=self.dtype))  # fmt: skip
             row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
-        assert round(row["objective/response_tokens"] * self.samples) == sum(self.lengths), row
+        sampled = round(row["objective/response_tokens"] * self.samples)
+        assert not self.forced or sampled == sum(self.lengths), row
         phases = ("rollout", "score", "critic", "actor", "hand_over", "diagnose")
         seconds = {name: row[f"time/{name}"] for name in phases}
-        return [seconds["rollout"], seconds["score"], seconds["critic"] + seconds["actor"], sum(seconds.values())]
+        updates, all_phases = seconds["critic"] + seconds["actor"], sum(seconds.values())
+        return [seconds["rollout"], seconds["score"], updates, all_phases, row["ratio/first_dev"]]
 
     def trl_tokenizer(self):
         """With a pad token that occurs nowhere else: TRL masks it, EOS and turns of a chat included."""
@@ -117,29 +129,36 @@ class Bench:
         return tokenizer
 
     def trl(self) -> list[float]:
-        """Seconds of PHASES in the second iteration."""
+        """The same of the second iteration."""
         load = lambda kind, **kwargs: kind.from_pretrained(self.folder, dtype=torch.float32, **kwargs)
         tokenizer = self.trl_tokenizer()
         data = datasets.Dataset.from_dict({"input_ids": self.ids})
         clock, generate, eos, pad = [], ppo_trainer.batch_generation, tokenizer.eos_token_id, tokenizer.pad_token_id
+        deviations, clamp = [], torch.clamp
+
+        def clamp_ratio(x, low, high):
+            if isinstance(low, float) and low == 1 - PPOConfig.cliprange:  # values are clipped by tensors
+                deviations.append(float((x - 1).abs().max()))
+            return clamp(x, low, high)
 
         def batch_generation(model, queries, *rest):
             clock.append(time.perf_counter())
             sample = model.generate
-            forced = transformers.LogitsProcessorList([ForcedLengths(self.lengths, eos, pad)])
+            forced = transformers.LogitsProcessorList([ForcedLengths(self.lengths, eos, pad)] if self.forced else [])
             model.generate = lambda **kwargs: sample(logits_processor=forced, **kwargs)
             try:
                 tokens, logits = generate(model, queries, *rest)
             finally:
                 model.generate = sample
                 clock.append(time.perf_counter())
-            assert (tokens[:, queries.shape[1] :] != pad).sum() == sum(self.lengths)
+            assert not self.forced or (tokens[:, queries.shape[1] :] != pad).sum() == sum(self.lengths)
             return tokens, logits
 
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             config = PPOConfig(
-                output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-                save_strategy="no", disable_tqdm=True, num_sample_generations=0, total_episodes=2 * self.samples,
+                output_dir=folder, use_cpu=True, bf16=self.dtype == "bfloat16",
+                gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
+                num_sample_generations=0, total_episodes=2 * self.samples,
                 per_device_train_batch_size=self.samples, gradient_accumulation_steps=1, kl_coef=0.05, temperature=1.0,
                 num_mini_batches=self.minibatches, num_ppo_epochs=self.epochs, response_length=self.longest,
                 local_rollout_forward_batch_size=self.samples, learning_rate=LEARNING_RATE,
@@ -159,11 +178,14 @@ class Bench:
             trainer.log = lambda metrics: clock.append(time.perf_counter())
             ppo_trainer.batch_generation = batch_generation
             try:
-                trainer.train()
+                with unittest.mock.patch.object(torch, "clamp", clamp_ratio):
+                    trainer.train()
             finally:
                 ppo_trainer.batch_generation = generate
         start, sampled, scored, end = clock[-4:]
-        return [sampled - start, scored - sampled, end - scored, end - start]
+        assert len(deviations) == 2 * self.epochs * self.minibatches
+        first = deviations[self.epochs * self.minibatches]
+        return [sampled - start, scored - sampled, end - scored, end - start, first]
 
 
 class Even(common.Prompts):
@@ -208,18 +230,34 @@ def gemm_rate(products: list[tuple]) -> float:
 
 
 def one_run(settings: dict, side: str) -> dict:
-    """Seconds of PHASES, and bytes of memory, in this process."""
+    """Seconds of PHASES, the first ratio, and bytes of memory, in this process."""
     bench, steps, step = Bench(**settings), [0], torch.optim.AdamW.step
     torch.optim.AdamW.step = lambda *args, **kwargs: (steps.__setitem__(0, steps[0] + 1), step(*args, **kwargs))[1]
     before = psutil.Process().memory_info().rss
     if side == "TRL":
-        seconds, iterations, optimizers = bench.trl(), 2, 1  # actor and critic share it
+        numbers, iterations, optimizers = bench.trl(), 2, 1  # actor and critic share it
     else:
         iterations, optimizers = 3 if side == "--compile on" else 2, 2
-        seconds = bench.ours("on" if side == "--compile on" else "off", iterations)
+        numbers = bench.ours("on" if side == "--compile on" else "off", iterations)
     assert steps[0] == iterations * optimizers * bench.epochs * bench.minibatches, steps
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
-    return dict(zip(PHASES, seconds, strict=True)) | {"bytes": peak - before}
+    return dict(zip((*PHASES, "first_dev"), numbers, strict=True)) | {"bytes": peak - before}
+
+
+def in_a_process(settings: dict, side: str) -> dict:
+    command = [sys.executable, "-W", "ignore", __file__, "run", json.dumps(settings), side]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    print(side, out.splitlines()[-1], file=sys.stderr, flush=True)
+    return json.loads(out.splitlines()[-1])
+
+
+def first_ratios(settings: dict):
+    print(common.hardware(transformers, trl) + "\n")
+    sides = "ours", "--compile on", "TRL"
+    common.table(["largest first abs(ratio - 1)", *sides])
+    for dtype in ("float32", "bfloat16"):
+        runs = [in_a_process(settings | dict(dtype=dtype, forced=False), side) for side in sides]
+        common.line([dtype, *(f"{run['first_dev']:.2g}" for run in runs)])
 
 
 def compare(settings: dict, pairs: int):
@@ -234,10 +272,7 @@ def compare(settings: dict, pairs: int):
     runs, rates = {"ours": [], "--compile on": [], "TRL": []}, [gemm_rate(products)]
     for _ in range(pairs):
         for side in runs:
-            command = [sys.executable, "-W", "ignore", __file__, "run", json.dumps(settings), side]
-            out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-            runs[side].append(json.loads(out.splitlines()[-1]))
-            print(side, runs[side][-1], file=sys.stderr, flush=True)
+            runs[side].append(in_a_process(settings, side))
         rates.append(gemm_rate(products))
     common.table(["seconds, median (range)", *runs, "TRL / ours", "TRL / --compile on"])
     for phase in PHASES:
@@ -261,10 +296,12 @@ def random_model(shape, samples, prompt, pairs, **sizes):
     compare(dict(folder=folder, prompts=common.random_prompts(tokenizer, samples, prompt), **sizes), pairs)
 
 
+def sums_and_questions(samples: int) -> list[str]:
+    return [*common.sums(samples // 2), *OPEN_QUESTIONS[: samples // 2]]
+
+
 def real_model(folder: str, samples: int, pairs: int, **sizes):
-    """Half the prompts are sums, half open questions."""
-    prompts = [*common.sums(samples // 2), *OPEN_QUESTIONS[: samples // 2]]
-    compare(dict(folder=folder, prompts=prompts, **sizes), pairs)
+    compare(dict(folder=folder, prompts=sums_and_questions(samples), **sizes), pairs)
 
 
 def main():
@@ -277,9 +314,13 @@ def main():
     what, *rest = [*sys.argv[1:], "random"]
     if what == "run":
         print(json.dumps(one_run(json.loads(rest[0]), rest[1])))
+    elif what == "ratio":
+        sizes = dict(minibatches=2, epochs=1, mean=24, longest=24)
+        first_ratios(dict(folder=rest[0], prompts=sums_and_questions(8), **sizes))
     elif what == "real":
         pairs = {"pairs": int(rest[1])} if rest[1].isdigit() else {}
-        real_model(rest[0], **(REAL_SMOKE if smoke else REAL | pairs))
+        pairs |= {"dtype": "bfloat16"} if "bfloat16" in rest else {}
+        real_model(rest[0], **((REAL_SMOKE if smoke else REAL) | pairs))
     else:
         random_model(**(SMOKE if smoke else CPU))
 

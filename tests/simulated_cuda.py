@@ -4,7 +4,7 @@ Its `main` runs once for each list of flags; REPORT.<rank>.json then holds waits
 PyTorch. Tensors are on `cuda:0`, whose memory is the host's, and `x.is_cuda`, FSDP2, DTensor, autograd and optimizers
 take their CUDA branches. Each operation is the CPU's kernel after a check: mixing devices raises, waits of the host are
 counted by line. Not simulated: CUDA's own kernels (which dtypes they know, rounding, speed), streams, NCCL (gloo stands
-in), Triton (torch.compile only traces)."""
+in), Triton (torch.compile only traces; see deviceless.py)."""
 
 import collections
 import contextlib
@@ -52,6 +52,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 os.environ["LOCAL_RANK"] = "0"  # all ranks share the device
+sys.modules.setdefault("triton", None)  # as if it were not installed, unless it has been imported: see deviceless.py
 waits, calls, pointer = collections.Counter(), collections.Counter(), ctypes.pythonapi.PyCapsule_GetPointer
 pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 INDEXING = "aten::index", "aten::_index_put_impl_", "aten::index_put_"
@@ -132,6 +133,7 @@ def kernel(op, *args, **kwargs):
     args = [torch.tensor(x) if isinstance(x, bool | int | float) and "Tensor" in str(argument.type) else x
             for x, argument in zip(args, op._schema.arguments, strict=False)]  # fmt: skip
     name, given = op._schema.name, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    calls[name] += 1
     on_cuda = [x.is_cuda for x in given if x.dim() or "_fused" in name]  # numbers may be the CPU's, but Adam's step
     indices = tree_leaves(args[1]) if name in INDEXING else []
     if indices:  # these, and nothing else, may lie on the CPU
@@ -203,8 +205,9 @@ torch.cuda.graph = lambda graph, pool, capture_error_mode: graph.capture()
 torch.cuda.device_count = torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
 init, compiled = dist.init_process_group, torch.compile
 dist.init_process_group = lambda backend, **more: dist.is_initialized() or init(backend.replace("nccl", "gloo"), **more)
-torch.compile = lambda function, dynamic=None, **more: compiled(function, dynamic=dynamic, backend="eager")
-torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="eager")
+if not sys.modules["triton"]:
+    torch.compile = lambda function, dynamic=None, **more: compiled(function, dynamic=dynamic, backend="eager")
+    torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="eager")
 _fsdp_param.alloc_storage = _fsdp_param.free_storage = lambda *args: None  # this memory is not PyTorch's to resize
 libraries = {name: torch.library.Library(name, "IMPL") for name in ("aten", "_", "c10d")}
 libraries["_"].fallback(kernel, "CUDA")

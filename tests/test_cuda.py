@@ -39,11 +39,11 @@ simulated = pytest.mark.skipif(
     reason="is for the CPU build of PyTorch 2.13, and needs g++")
 
 
-def simulate(ppo, folder, runs, ranks=1):
+def simulate(ppo, folder, runs, ranks=None, machinery=SIMULATED):
     """Run on the simulated device; returns per run {function: waits} and {function: calls} of the first rank."""
     flags = [[flag.removesuffix("=True") for flag in flags_of(**run)] for run in runs]
-    command = [SIMULATED, folder / "report", ppo.__file__, *map(json.dumps, flags)]
-    process = [sys.executable, *map(str, command)] if ranks == 1 else torchrun(ranks, *command)
+    command = [machinery, folder / "report", ppo.__file__, *map(json.dumps, flags)]
+    process = [sys.executable, *map(str, command)] if ranks is None else torchrun(ranks, *command)
     code, output = finish(start(process, folder), timeout=600)
     assert code == 0, output
     reports = []
