@@ -927,7 +927,7 @@ class Decoder:
         self.pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
         step = compiled_decode_step if args.compile == "on" else decode_step
         self.step = lambda view: step(actor, view, slots, args.temperature, greedy)
-        self.cache = cache
+        self.cache, self.slots = cache, slots
 
     def run(self, attend: int) -> None:
         """Make K steps. In the first, up to `attend` positions of the cache are in use."""

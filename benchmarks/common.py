@@ -143,11 +143,12 @@ def forced_lengths(name: str, samples: int, mean: int, longest: int) -> list[int
 
 @contextlib.contextmanager
 def forced(ppo, lengths: list[int], after=lambda: None):
-    """Within, sample i of a rollout gets lengths[i] tokens. Gives a list of decode steps: start, end, rows that decode.
+    """Within, sample i of a rollout gets lengths[i] tokens. Gives (start, end, rows that decode) of every K steps.
 
-    `after` is called after each of them. On an accelerator start and end tell when a step was launched.
+    K is Decoder.K, on the CPU 1. `after` is called after them. On an accelerator start and end tell when they were
+    launched.
     """
-    steps, rollout, begin = [], ppo.rollout, ppo.Episode.begin
+    blocks, rollout, begin, run = [], ppo.rollout, ppo.Episode.begin, ppo.Decoder.run
 
     def forced_begin(episode, *rest):
         begin(episode, *rest)
@@ -159,22 +160,18 @@ def forced(ppo, lengths: list[int], after=lambda: None):
         tokenizer.stop_ids = [actor.config.vocab_size]  # never sampled
         return rollout(actor, tokenizer, *rest, **kwargs)
 
-    def watched(step):
-        def run(actor, cache, slots, *rest):
-            start, rows = time.perf_counter(), slots.alive.sum()
-            step(actor, cache, slots, *rest)
-            steps.append((start, time.perf_counter(), rows))
-            after()
-
-        return run
+    def watched_run(decoder, attend):
+        start, rows = time.perf_counter(), decoder.slots.alive.sum()
+        run(decoder, attend)
+        blocks.append((start, time.perf_counter(), rows))
+        after()
 
     with contextlib.ExitStack() as stack:
         patch = lambda *change: stack.enter_context(unittest.mock.patch.object(*change))
         patch(ppo.Episode, "begin", forced_begin)
         patch(ppo, "rollout", forced_rollout)
-        patch(ppo, "decode_step", watched(ppo.decode_step))
-        patch(ppo, "compiled_decode_step", watched(ppo.compiled_decode_step))
-        yield steps
+        patch(ppo.Decoder, "run", watched_run)
+        yield blocks
 
 
 class Prompts(gym.Env):

@@ -15,7 +15,8 @@ checkpointing, which cost time here, samples and scores the whole batch at once,
 since more gradient accumulation would mean fewer steps there. Ours cuts minibatches at 1024 tokens: of its flags that
 change no numbers this was chosen for a CPU. Ours clips gradients, TRL's PPOTrainer does not.
 
-`bfloat16` is --dtype bfloat16 here and TRL's bf16=True.
+`bfloat16` is --dtype bfloat16 here and mixed precision by Accelerate there. (bf16=True alone has no effect: the trainer
+makes an Accelerator of its own, and transformers 5.17.0 no longer sets the environment variable which that reads.)
 
 Also the updates' share of the GEMM limit: the FLOPs that real tokens need, per second, over those of the same matrix
 products alone (`update_products`); and the peak of resident memory, above what a process took before it loaded a model.
@@ -27,6 +28,7 @@ are not forced then, since TRL takes the old log-probs from the logits of `gener
 import contextlib
 import io
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -154,6 +156,8 @@ class Bench:
             assert not self.forced or (tokens[:, queries.shape[1] :] != pad).sum() == sum(self.lengths)
             return tokens, logits
 
+        if self.dtype == "bfloat16":
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             config = PPOConfig(
                 output_dir=folder, use_cpu=True, bf16=self.dtype == "bfloat16",

@@ -100,23 +100,22 @@ class Bench:
         """Seconds, tokens [N, T], stats, and the rows that decode over time of a rollout by `ppo_llm*.py`."""
         ppo, self.args.rollout_slots, seeds = SIDES[name], slots, range(len(lengths))
         turns, trace = turns or Turns([name]), []
-        K = 8 if self.device == "cuda" else 1
+        K = 8 if self.device == "cuda" else 1  # Decoder.K
         simulated = simulate.static_steps if name == "waves" else simulate.continuous_steps
         steps = K * simulated([-(-n // K) for n in lengths], slots)
 
         def after():
-            if len(decoded) % K == 0:  # the rollout waits for the device now, too
-                self.synchronize()
-                trace.append((turns.clock(name), int(decoded[-1][2])))
-                turns.advance(name, len(decoded) / steps)
+            self.synchronize()  # the rollout waits for the device now, too
+            trace.append((turns.clock(name), int(blocks[-1][2])))
+            turns.advance(name, len(blocks) * K / steps)
 
-        with common.forced(ppo, lengths, after) as decoded, turns.of(name):
+        with common.forced(ppo, lengths, after) as blocks, turns.of(name):
             count = ppo.envs_needed(self.args, len(lengths))
             envs = [common.Prompts(self.prompts) for _ in range(count)]
             batch = ppo.rollout(self.actors[name], self.tokenizer, envs, seeds, seeds, self.args, 0, greedy=True)
             self.synchronize()
         assert batch.mask.sum(1).tolist() == lengths
-        assert len(decoded) == steps, (len(decoded), steps)
+        assert len(blocks) * K == steps, (len(blocks), K, steps)
         return {"seconds": turns.seconds[name], "batch": batch, "trace": trace, **batch.stats}
 
     def run_both(self, lengths: list[int], slots: int) -> dict[str, dict]:
