@@ -162,22 +162,29 @@ def test_joint_loss(tmp_path, monkeypatch):
 
 
 def test_lora_is_exported_merged_and_resumed(tmp_path):
-    ppo, rows, folder = run("lora", tmp_path, missing_eos_penalty=1.0)
+    flags = dict(missing_eos_penalty=1.0, lora_rank=4, lora_alpha=12.0)
+    ppo, rows, folder = run("lora", tmp_path, **flags)
     saved = weights(folder, 2)
     adapters = {name for name in saved if "lora" in name}
-    assert len(adapters) == 2 * 2 * 2 and changed_names(folder) == weights(folder, 2, kind="exp_avg").keys() == adapters
-    assert changed_names(folder, "critic") == weights(folder, 2, "critic").keys()
+    assert len(adapters) == 2 * 7 * 2 and changed_names(folder) == weights(folder, 2, kind="exp_avg").keys() == adapters
+    trained = {*adapters, "score.weight"}
+    assert changed_names(folder, "critic") == weights(folder, 2, "critic", kind="exp_avg").keys() == trained
     exported = safetensors.torch.load_file(folder / "model" / "model.safetensors")
     assert exported.keys() == saved.keys() - adapters
-    name = "model.layers.0.self_attn.q_proj."
-    merged = saved[f"{name}weight"] + saved[f"{name}lora_B"] @ saved[f"{name}lora_A"]
+    name = "model.layers.0.mlp.down_proj."
+    merged = saved[f"{name}weight"] + 3 * saved[f"{name}lora_B"] @ saved[f"{name}lora_A"]
     torch.testing.assert_close(exported[f"{name}weight"], merged)
     assert not torch.equal(exported[f"{name}weight"], saved[f"{name}weight"])
-    again = dict(ppo.load_hf_checkpoint(folder / "model")[0].named_parameters())  # with new adapters
-    assert torch.equal(again[f"{name}weight"], exported[f"{name}weight"])
-    assert again[f"{name}lora_A"].std().item() == pytest.approx(0.02, rel=0.2) and not again[f"{name}lora_B"].any()
+    again, _ = ppo.load_hf_checkpoint(folder / "model")  # with new adapters
+    new = dict(again.named_parameters())
+    assert torch.equal(new[f"{name}weight"], exported[f"{name}weight"])
+    assert new[f"{name}lora_A"].std().item() == pytest.approx(0.02, rel=0.2) and not new[f"{name}lora_B"].any()
+    sampler = ppo.calls["build_models"][0][1][1][3]  # what was trained, in adapters
+    tokens = ppo.calls["play"][-1][1].tokens
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens), sampler(tokens))
 
-    resumed = run("lora", tmp_path, num_iterations=3, resume="auto", missing_eos_penalty=1.0)[1]
+    resumed = run("lora", tmp_path, **flags | dict(num_iterations=3, resume="auto"))[1]
     assert [row["iteration"] for row in resumed] == [0, 1, 2] and resumed[:2] == rows
 
 
