@@ -54,6 +54,7 @@ import json
 import math
 import multiprocessing
 import os
+import pkgutil
 import random
 import re
 import shutil
@@ -135,8 +136,8 @@ class Args:
     # Folder of a Hugging Face checkpoint (Llama, Qwen2 or Qwen3) from which the actor starts.
     # Default: a tiny randomly initialized Llama over the characters of the environment.
     model: str | None = None
-    # Text environment that gives prompts and rewards: SortDigits-v0, GSM8K-v0, or one of your own
-    # as my_module:MyEnv-v0.
+    # Text environment that gives prompts and rewards: SortDigits-v0, GSM8K-v0, Prompts-v0 with the
+    # prompts of a file and a reward function, or one of your own as my_module:MyEnv-v0.
     env_id: str = "SortDigits-v0"
     # Arguments of the environment's constructor, as a JSON object.
     env_kwargs: str = "{}"
@@ -1622,7 +1623,8 @@ def save_hf_checkpoint(
 # if the episode goes on. info["demonstration"] of reset is an answer to learn in the warm start.
 # info["success"] of the last step counts for accuracy. info["rewards"] of a step may hold dense
 # rewards, in addition to `reward`: [(end, reward), ...], where each is for response[:end].
-# FORK: write yours like these two and pass --env-id my_module:MyEnv-v0.
+# FORK: for prompts of a file and one turn, write a reward function and pass it to Prompts-v0.
+# Otherwise write an environment like these and pass --env-id my_module:MyEnv-v0.
 
 
 class SortDigits(gym.Env):
@@ -1657,38 +1659,86 @@ def parse_number(text: str) -> float | None:
 
 
 @functools.cache
-def load_gsm8k(path: str) -> list[tuple[str, str, float]]:
-    """(question, answer, number) of each line of https://github.com/openai/grade-school-math."""
+def load_rows(path: str, convert: Callable) -> list[dict]:
+    """The JSON objects of a file, one a line, in a random order that is always the same.
+
+    `convert` gives a row its "prompt", or raises if it cannot.
+    """
     rows = []
     with attempt(f"read {path}"):
         lines = Path(path).read_bytes().splitlines()
     for i, line in enumerate(lines, start=1):
-        with attempt(f"read question, answer and '#### number' from line {i} of {path}"):
-            row = json.loads(line)
-            number = parse_number(row["answer"])
-            rows.append((row["question"], row["answer"], float(number)))
+        with attempt(f"use line {i} of {path}"):
+            row = convert(json.loads(line))
+            if {type(row["prompt"]), type(row.get("demonstration", ""))} != {str}:
+                raise ValueError("prompt and demonstration must be text")
+            rows.append(row)
     if not rows:
         raise UserError(f"no rows in {path}")
     return random.Random(0).sample(rows, len(rows))  # consecutive seeds see every row once
 
 
-class GSM8K(gym.Env):
-    """Word problems (https://arxiv.org/abs/2110.14168), reward 1 for the right number."""
+class Prompts(gym.Env):
+    """Prompts from a file, and rewards from a function of yours, which `reward` names.
 
-    def __init__(self, path: str):
-        self.rows = load_gsm8k(str(path))
+    A row of the file is a line {"prompt": text}, or {"messages": [{"role": "user", "content":
+    text}]}. It may have a "demonstration", and other keys for the function. my_module:reward is
+    called as reward(prompt, response, row), on many threads at the same time. It returns a number,
+    which counts as success if it is above 0, or (number, success). Without it all rewards are 0.
+    """
+
+    def __init__(self, path: str, reward: str | None = None):
+        self.rows = load_rows(str(path), self.convert)
+        if reward:
+            with attempt(f"import the reward function {reward}"):
+                self.reward = pkgutil.resolve_name(reward)  # in place of the method below
+                if not callable(self.reward):
+                    raise ValueError("not a function")
+
+    @staticmethod
+    def convert(row):
+        if "messages" not in row:
+            return row
+        # The tokenizer makes a single user turn of a prompt. To drop other messages would be to
+        # train on other conversations than those of the file.
+        if [message["role"] for message in row["messages"]] != ["user"]:
+            raise ValueError("messages must be a single one, with the role user")
+        return row | {"prompt": row["messages"][0]["content"]}
 
     def reset(self, *, seed=None, options=None):
-        question, answer, self.number = self.rows[(seed or 0) % len(self.rows)]
-        prompt = f"{question}\n\nThink step by step. End with a line of the form: #### number"
-        return prompt, {"demonstration": answer}
+        self.row = self.rows[(seed or 0) % len(self.rows)]
+        return self.row["prompt"], self.row
 
     def step(self, response):
-        success = parse_number(response) == self.number
-        return "", float(success), True, False, {"success": success}
+        reward, info = self.reward(self.row["prompt"], response, self.row), {}
+        if isinstance(reward, tuple):
+            reward, info["success"] = reward
+        return "", reward, True, False, info
+
+    def reward(self, prompt, response, row):
+        return 0.0  # for runs in which a reward model gives all rewards
+
+
+class GSM8K(Prompts):
+    """Word problems (https://arxiv.org/abs/2110.14168), reward 1 for the right number.
+
+    The files are those of https://github.com/openai/grade-school-math.
+    """
+
+    @staticmethod
+    def convert(row):
+        if parse_number(row["answer"]) is None:
+            raise ValueError("no '#### number' in the answer")
+        task = "Think step by step. End with a line of the form: #### number"
+        return row | {"prompt": f"{row['question']}\n\n{task}", "demonstration": row["answer"]}
+
+    def reward(self, prompt, response, row):
+        success = parse_number(response) == parse_number(row["answer"])
+        return float(success), success
 
 
 gym.register("SortDigits-v0", entry_point=SortDigits)
+gym.register("Prompts-v0", entry_point=Prompts)
 gym.register("GSM8K-v0", entry_point=GSM8K)
 
 
@@ -2540,7 +2590,8 @@ def warm_start(
         episodes = []
         for seed in range(first + i * SFT_BATCH_SIZE, first + (i + 1) * SFT_BATCH_SIZE):
             prompt, info = reset(env, seed, args)
-            answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id]
+            with attempt(f"use the demonstration of seed {seed}, prompt {prompt!r:.80}"):
+                answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id]
             answer = answer[: args.max_new_tokens]
             episode = Episode(env, f"seed {seed}")
             episode.begin(prompt, tokenizer, args)
@@ -2797,6 +2848,7 @@ def load_checkpoint(path: Path, checkpointed: dict, args: Args) -> TrainState:
 
 
 def main() -> None:
+    sys.path.append("")  # find modules of the user in the working directory, too
     try:
         train(tyro.cli(Args, console_outputs=RANK == 0))
     except UserError as error:

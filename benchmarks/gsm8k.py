@@ -115,7 +115,7 @@ def main():
     iterations = int(sys.argv[3]) if len(sys.argv) > 3 else 5
     env = check_environment(train)
     check_environment(test)
-    fast = train_tokenizer(row[0] + "\n" + row[1] for row in env.rows)
+    fast = train_tokenizer(row["question"] + "\n" + row["answer"] for row in env.rows)
     print(
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
         f"{torch.get_num_threads()} threads\n"

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+import types
 from unittest import mock
 
 import pytest
@@ -139,6 +140,64 @@ def test_gsm8k_file_that_is_wrong_is_named_with_the_line(ppo, tmp_path, content,
     if content is not None:
         path.write_text(content, encoding="latin-1")
     refuse(ppo, tmp_path, path, *parts, env_id="GSM8K-v0", env_kwargs=json.dumps({"path": str(path)}))
+
+
+PROMPT = '{"prompt": "ab="}'
+NOT_TEXT = "prompt and demonstration must be text"
+
+
+def messages(*roles, content="ab="):
+    return json.dumps({"messages": [{"role": role, "content": content} for role in roles]})
+
+
+@pytest.mark.parametrize(("content", "parts"), [
+    (f"{PROMPT}\n{PROMPT[:-1]}", ["line 2"]), (f"{PROMPT}\n\n{PROMPT}", ["line 2"]), ("", ["no rows"]), (None, []),
+    (f'{PROMPT}\n{{"text": "ab="}}', ["line 2", "'prompt'"]), ('["prompt"]', ["line 1"]), ("5", ["line 1"]),
+    ('{"prompt": 5}', ["line 1", NOT_TEXT]), (f'{PROMPT}\n{{"prompt": "x", "demonstration": 5}}', ["line 2", NOT_TEXT]),
+    (messages("user") + "\n" + messages("user", content=[{"type": "text"}]), ["line 2", NOT_TEXT]),
+    *[(f"{PROMPT}\n{messages(*roles)}", ["line 2", "messages must be a single one, with the role user"])
+      for roles in ([], ["system", "user"], ["user", "assistant", "user"], ["user", "assistant"], ["assistant"])],
+])  # fmt: skip
+def test_prompts_file_that_is_wrong_is_named_with_the_line(ppo, tmp_path, content, parts):
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_text(content)
+    refuse(ppo, tmp_path, path, *parts, env_id="Prompts-v0", env_kwargs=json.dumps({"path": str(path)}))
+
+
+def prompts(tmp_path, reward, *lines):
+    """Flags for Prompts-v0 with these lines."""
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines or [PROMPT]))
+    kwargs = {"path": str(tmp_path / "prompts.jsonl"), "reward": reward}
+    return dict(env_id="Prompts-v0", env_kwargs=json.dumps(kwargs), env_timeout=1.0)
+
+
+@pytest.mark.parametrize(("reward", "part"), [
+    ("no_such_module:reward", "No module named 'no_such_module'"), ("environments:rewrad", "no attribute 'rewrad'"),
+    ("environments", "not a function"), ("environments:TextEnv.prompts", "not a function"), (5, "TypeError"),
+])  # fmt: skip
+def test_reward_function_that_cannot_be_imported(ppo, tmp_path, reward, part):
+    refuse(ppo, tmp_path, f"cannot import the reward function {reward}: ", part, **prompts(tmp_path, reward))
+
+
+@pytest.mark.parametrize(("body", "part"), [
+    ("return 1 / 0", "step() raised ZeroDivisionError: division by zero (/x/judge.py, line 2)"),
+    ("return float('nan')", "step() returned ('', nan, "), ("pass", "step() returned ('', None, "),
+    ("return '1.0'", "step() returned ('', '1.0', "), ("return [1.0, True]", "step() returned ('', [1.0, True], "),
+    ("return float('inf'), True", "step() returned ('', inf, "), ("return 1.0, True, 2", "step() raised ValueError: "),
+    ("import time; time.sleep(20)", "step() gave no answer within --env-timeout 1 s"),
+])  # fmt: skip
+def test_reward_function_that_fails_is_named_with_sample_and_prompt(ppo, tmp_path, monkeypatch, body, part):
+    judge = types.ModuleType("judge")
+    exec(compile(f"def reward(prompt, response, row):\n    {body}\n", "/x/judge.py", "exec"), vars(judge))
+    monkeypatch.setitem(sys.modules, "judge", judge)
+    where = "environment Prompts-v0, sample 0, seed 0, prompt 'ab='"
+    refuse(ppo, tmp_path, where, part, begun=True, **prompts(tmp_path, "judge:reward"))
+
+
+def test_row_without_a_demonstration_among_others_that_have_one(ppo, tmp_path):
+    flags = prompts(tmp_path, None, PROMPT, '{"prompt": "x=", "demonstration": "x"}')
+    refuse(ppo, tmp_path, "prompt 'ab='", "'demonstration'", sft_steps=1, **flags)
 
 
 def model_folder(ppo, path, edit=None, tensors=None, **changes):

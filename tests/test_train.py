@@ -8,6 +8,9 @@ import inspect
 import itertools
 import json
 import math
+import random
+import subprocess
+import sys
 import traceback
 import types
 import zlib
@@ -174,6 +177,67 @@ def test_an_epoch_over_a_file_asks_every_row_once(run, tmp_path):
     flags = dict(env_id="GSM8K-v0", env_kwargs=json.dumps({"path": str(path)}), max_prompt_tokens=99)
     prompts = [prompt for batch in run(num_iterations=3, **flags).batches for prompt in batch.prompts]
     assert len(prompts) == len(set(prompts)) == 24
+
+
+def test_prompts_of_a_file_in_both_formats(ppo, tmp_path):
+    """In the order that the seeds always had; the reward function gets prompt, response and the row of the file."""
+    rows = [{"prompt": f"{i}?", "demonstration": str(i), "key": i} for i in range(12)]
+    rows += [{"messages": [{"role": "user", "content": f"{i}?"}], "key": i} for i in range(12, 24)]
+    path, calls = tmp_path / "rows.jsonl", []
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = ppo.Prompts(str(path))
+    env.reward = lambda *arguments: calls.append(arguments) or 0.5
+    for seed in (*range(24), 24 * 10**6 + 1, None):
+        i = random.Random(0).sample(range(24), 24)[(seed or 0) % 24]
+        prompt, info = env.reset(seed=seed)
+        assert prompt == f"{i}?" and info.get("demonstration") == (str(i) if i < 12 else None)
+        assert env.step("answer") == ("", 0.5, True, False, {})
+        assert calls[-1] == (f"{i}?", "answer", rows[i] | {"prompt": f"{i}?"})
+
+
+def test_gsm8k_are_prompts_of_a_file(ppo, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": f"{i}?", "answer": f"It is {i}.\n#### {i}"} for i in range(24)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = ppo.GSM8K(str(path))
+    for seed, i in enumerate(random.Random(0).sample(range(24), 24)):
+        prompt, info = env.reset(seed=seed)
+        assert prompt == f"{i}?\n\nThink step by step. End with a line of the form: #### number"
+        assert info["demonstration"] == rows[i]["answer"]
+        assert env.step(f"#### {i}.0") == ("", 1.0, True, False, {"success": True})
+        assert env.step("#### 99") == env.step(f"{i}") == ("", 0.0, True, False, {"success": False})
+
+
+@pytest.mark.parametrize(("reward", "right"), [
+    (lambda *_: 2, True), (lambda *_: -0.5, False), (lambda *_: torch.tensor(0.25), True), (lambda *_: True, True),
+    (lambda *_: (-0.5, True), True), (lambda *_: (0.5, False), False), (None, False),
+])  # fmt: skip
+def test_reward_functions_return_a_number_or_number_and_success(run, tmp_path, monkeypatch, reward, right):
+    """A number alone counts as success if it is above 0. Without a function all rewards are 0."""
+    monkeypatch.setitem(sys.modules, "judge", types.SimpleNamespace(reward=reward))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab="}')
+    kwargs = {"path": str(tmp_path / "rows.jsonl")} | ({"reward": "judge:reward"} if reward else {})
+    batch = run(env_id="Prompts-v0", env_kwargs=json.dumps(kwargs), num_iterations=1).batches[0]
+    value = reward() if reward else 0
+    assert batch.success == [right] * 8
+    assert batch.rewards.sum(1).tolist() == [float(value[0] if isinstance(value, tuple) else value)] * 8
+
+
+def test_a_run_on_prompts_and_rewards_of_the_working_directory(ppo, tmp_path):
+    """As a user starts it, with the script elsewhere. The evaluation has another file and the same function."""
+    (tmp_path / "judge.py").write_text("def reward(prompt, response, row):\n    return row['value'], row['right']\n")
+    for name, value in (("train", 0.25), ("test", 0.75)):
+        rows = [dict(prompt=f"{name}{i}", demonstration="ab", value=value, right=name == "test") for i in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = SMALL | dict(
+        env_id="Prompts-v0", env_kwargs='{"path": "train.jsonl", "reward": "judge:reward"}', sft_steps=1,
+        eval_env_kwargs='{"path": "test.jsonl"}', log_dir=".", run_name="run")  # fmt: skip
+    command = [sys.executable, ppo.__file__, *(f"--{k.replace('_', '-')}={v}" for k, v in flags.items())]
+    result = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
+    assert result.returncode == 0 and "warm start: 1 steps" in result.stdout, result.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "completed" and summary["eval_after"]["accuracy"] == 1.0
+    assert [(row["objective/reward"], row["objective/accuracy"]) for row in lines(tmp_path / "run")] == [(0.25, 0.0)] * 2
 
 
 def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo, run):
