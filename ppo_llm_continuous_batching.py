@@ -146,6 +146,11 @@ class Args:
     env_kwargs: str = "{}"
     # Seconds that the environment may take for one call of reset() or step().
     env_timeout: Positive = 60.0
+    # Folder of a reward model: a Hugging Face sequence classifier with one label (Llama, Qwen2 or
+    # Qwen3), with a tokenizer and a chat template of its own. Its score is added to the reward of a
+    # sample's last token, in training and in evaluations. What it scores is the conversation with
+    # all its turns, as text, at its last token: it does not see whether a response was cut.
+    reward_model: str | None = None
 
     # Number of iterations: each is a rollout and the updates that are made on it.
     num_iterations: Count = 270
@@ -372,6 +377,7 @@ def train(args: Args) -> dict:
     world = connect(args)  # joins the other ranks, and fills in the flags that are "auto"
     envs = make_envs(args, world)
     eval_envs = make_envs(args, world, evaluation=True)
+    reward_model = build_reward_model(args, world)  # None without --reward-model
     tokenizer, models = build_models(args, envs[0], world)
     actor, critic, reference, sampler = models  # the reference is None if kl_coef is 0
     actor_optimizer = make_optimizer(actor, args)
@@ -397,7 +403,9 @@ def train(args: Args) -> dict:
         print0(step_table(args, plan))
         copy_weights(actor, sampler)
         if state.eval_before is None:
-            state.eval_before = evaluate(sampler, tokenizer, eval_envs, 0, args, world)
+            state.eval_before = evaluate(
+                sampler, tokenizer, reward_model, eval_envs, 0, args, world
+            )
         run.print_results("before", state.eval_before)
 
         while state.iteration < args.num_iterations and not interrupt:
@@ -406,10 +414,12 @@ def train(args: Args) -> dict:
             prompt_seeds = range(state.next_seed, state.next_seed + args.rollout_batch_size)
             seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
             batch = play(sampler, tokenizer, envs, seeds, state.iteration, args, world)
-            # FORK: which samples train, as many as planned: batch = select(batch, indices, plan)
             clock.end("rollout")
 
             # --- Old log-probs, values, rewards, advantages: computed once, constant from here on
+            if reward_model:
+                add_scores(batch, reward_model, args, world)
+            # FORK: which samples train, as many as planned: batch = select(batch, indices, plan)
             experience = make_experience(batch, models, tokenizer, state.iteration, args, world)
             clock.end("score")
 
@@ -490,9 +500,10 @@ def train(args: Args) -> dict:
         world.barrier()  # torchrun ends all ranks as soon as one has ended
         if interrupt:
             raise SystemExit(128 + interrupt)
-        run.print_results(
-            "after", evaluate(sampler, tokenizer, eval_envs, state.iteration, args, world)
+        results = evaluate(
+            sampler, tokenizer, reward_model, eval_envs, state.iteration, args, world
         )
+        run.print_results("after", results)
     return run.summary
 
 
@@ -525,6 +536,9 @@ def sync_reference(reference: Transformer, actor: Transformer, args: Args) -> No
 # is for the rollout, logits after the new tokens.
 
 
+Conversation = list[tuple[str, str]]  # (role, text) of each turn, the prompt first
+
+
 @dataclass
 class Rollout:
     """N samples of up to T tokens, on the CPU."""
@@ -539,6 +553,7 @@ class Rollout:
     stats: dict[str, float]  # of the rollout as a whole; logged
     prompts: list[str]
     success: list[bool]  # info["success"] of the last step, else whether rewards.sum() > 0
+    conversations: list[Conversation]  # what a reward model reads
     # FORK: data of your own. Each is a tensor [N], or [N, T] of tokens. It goes with its sample
     # through `select`, over the ranks, and into every microbatch, as mb.extras[name]. More may be
     # added to experience.extras in make_experience.
@@ -680,6 +695,13 @@ def logprobs_of_all(
     return forward_all(logprobs, experience, args, world)
 
 
+def add_scores(batch: Rollout, reward_model: RewardModel, args: Args, world: World) -> None:
+    """Add the reward model's score of each sample to the reward of its last token."""
+    scores = reward_model.score(batch.conversations, args, world).cpu()  # [N]
+    batch.rewards[torch.arange(len(scores)), batch.lengths - 1] += scores  # which was sampled
+    batch.stats["objective/reward_model"] = float(scores.mean())
+
+
 def make_experience(
     batch: Rollout, models: tuple, tokenizer: HFTokenizer, iteration: int, args: Args, world: World
 ) -> Experience:
@@ -700,7 +722,8 @@ def make_experience(
         ref_logprobs = logprobs_of_all(reference, experience, args, world)
 
     # --- Rewards [N, T]. The reward of a token is the sum of
-    #     batch.rewards: its dense rewards, and the turn's reward if it is the last token of a turn,
+    #     batch.rewards: its dense rewards, the turn's reward if it is the last token of a turn, and
+    #         the reward model's score if it is the last token of the sample,
     #     - missing_eos_penalty, if it is the last token of the sample and not a stop token,
     #     - kl_coef * its KL to the reference, for every sampled token (with --kl-in reward)
     rewards = batch.rewards.to(world.device, copy=True)
@@ -710,11 +733,6 @@ def make_experience(
     no_eos = ~torch.isin(experience.tokens[rows, last], stop_ids)  # [N]
     rewards[rows, last] -= args.missing_eos_penalty * no_eos
     # FORK: reward shaping. Every rank does this for all samples, and all must get the same numbers.
-    # A reward model is made by build_model(load_config(path), "scalar", args, world), filled by
-    # load_weights, and goes with its own HFTokenizer(path), for example into the tuple of models.
-    # score_texts lets the ranks share the scoring; see there what it does not see:
-    # scores = score_texts(reward_model, reward_tokenizer, batch.prompts, batch.texts, args, world)
-    # rewards[rows, last] += scores
     sample_rewards = rewards.sum(1)  # [N]
     if args.kl_in == "reward":
         # FORK: KL in the reward. Its coefficient may depend on `iteration`, or on the position in
@@ -810,6 +828,7 @@ class Episode:
     stop: str = ""  # see Rollout; empty while the episode goes on
     success: bool = False
     info: dict = field(default_factory=dict)  # of the environment's last answer
+    conversation: Conversation = field(default_factory=list)
 
     def add_text(self, ids: list[int]) -> None:
         """Append tokens of the prompt or of the environment."""
@@ -828,6 +847,7 @@ class Episode:
 
     def begin(self, prompt: str, tokenizer: HFTokenizer, args: Args) -> None:
         self.prompt = prompt
+        self.conversation += [("user", prompt)]
         self.where += f", prompt {prompt!r:.80}"
         self.add_text(tokenizer.encode_prompt(prompt))
         self.prompt_length = len(self.ids)
@@ -856,6 +876,7 @@ class Episode:
             feedback = tokenizer.encode_feedback(text)  # ids are never decoded and encoded again
             if len(self.ids) + len(feedback) < self.limit:
                 self.add_text(feedback)
+                self.conversation += [("user", text)]
             else:
                 self.stop = "length"
 
@@ -1023,6 +1044,7 @@ def end_turn(
         episode.cached = len(episode.ids) - 1
         episode.turns.append(len(sampled))
         response = tokenizer.decode(sampled)
+        episode.conversation += [("assistant", response)]
         episode.call = EnvCall(episode.env, "step", episode.where, args, response)
 
 
@@ -1162,6 +1184,7 @@ def to_rollout(
         stats=stats,
         prompts=[e.prompt for e in episodes],
         success=[e.success for e in episodes],
+        conversations=[e.conversation for e in episodes],
         extras={},  # FORK: for example {"level": torch.tensor([e.info["level"] for e in episodes])}
     )
 
@@ -1631,12 +1654,12 @@ class HFTokenizer:
             return self.encode(self.render(("user", prompt)))
         return self.encode(prompt, add_special_tokens=True)
 
-    def encode_conversation(self, prompt: str, response: str) -> list[int]:
-        """A prompt and its response, complete, as a reward model reads them."""
+    def encode_conversation(self, *turns: tuple[str, str]) -> list[int]:
+        """(role, content) of each turn, complete, as a reward model reads them."""
         if self.hf.chat_template:
-            turns = ("user", prompt), ("assistant", response)
             return self.encode(self.render(*turns, generation_prompt=False))
-        return [*self.encode(prompt + response, add_special_tokens=True), self.eos_id]
+        text = "".join(content for _, content in turns)
+        return [*self.encode(text, add_special_tokens=True), self.eos_id]
 
     def encode_feedback(self, text: str) -> list[int]:
         """What the chat template puts between two turns of the assistant, around `text`."""
@@ -1664,6 +1687,15 @@ def load_config(folder: str | Path) -> ModelConfig:
     raw = read_json(Path(folder, "config.json"))
     with attempt(f"use {folder}/config.json"):
         return ModelConfig.from_hf(raw)
+
+
+def load_config_and_tokenizer(folder: str):
+    """Both of one folder. Raises UserError if the tokenizer has ids that the model has not."""
+    config, tokenizer = load_config(folder), HFTokenizer(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        has = f"{folder}: a vocabulary of {config.vocab_size}"
+        raise UserError(f"{has}, the tokenizer needs {tokenizer.vocab_size}")
+    return config, tokenizer
 
 
 def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm"):
@@ -2055,13 +2087,15 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, diagnosis
     return row
 
 
-def evaluate(sampler, tokenizer, envs, iteration, args, world) -> dict[str, float]:
+def evaluate(sampler, tokenizer, reward_model, envs, iteration, args, world) -> dict[str, float]:
     """Means over episodes sampled at temperature 1, and greedy accuracy."""
     N = args.eval_episodes
     args = dataclasses.replace(args, temperature=1.0)
     noise = -1 - iteration  # negative: other noise than in training
     sampled = play(sampler, tokenizer, envs, range(N), noise, args, world)
     greedy = play(sampler, tokenizer, envs, range(N), noise, args, world, greedy=True)
+    if reward_model:
+        add_scores(sampled, reward_model, args, world)
     return {
         "accuracy": sum(sampled.success) / N,
         "greedy_accuracy": sum(greedy.success) / N,
@@ -2445,26 +2479,31 @@ def play(sampler, tokenizer, envs, seeds, iteration, args, world, greedy=False) 
     return concatenate([part for part in world.gather(mine) if part is not None])
 
 
-def score_texts(
-    model: Transformer, tokenizer: HFTokenizer, prompts: list[str], responses: list[str],
-    args: Args, world: World,
-) -> Tensor:  # fmt: skip
-    """[N] what a model with a scalar head says at the last token of each prompt with its response.
+@dataclass
+class RewardModel:
+    """A transformer with a scalar head that scores conversations. It never changes."""
 
-    The model may be sharded over the ranks. Each conversation is scored once, by one of the ranks,
-    and all of them get all the scores. The tokenizer is the model's, which need not be the actor's,
-    so that what is scored is text: the model sees neither special tokens that the actor sampled,
-    nor whether a response was cut; --missing-eos-penalty is for those.
-    """
-    ids = [tokenizer.encode_conversation(*texts) for texts in zip(prompts, responses)]
-    longest, positions = max(map(len, ids)), model.config.max_position_embeddings
-    if longest > positions:
-        raise UserError(f"{tokenizer.folder}: {positions} positions, a conversation has {longest}")
-    tokens, lengths = padded(ids, 0).to(world.device), torch.tensor([len(row) for row in ids])
-    nothing = torch.zeros(tokens.shape)
-    conversations = Experience(tokens, nothing.to(world.device), lengths, nothing.bool(), {})
-    scores = forward_all(lambda mb: model(mb.tokens), conversations, args, world)  # [N, T]
-    return scores[torch.arange(len(ids)), lengths - 1]
+    model: Transformer
+    tokenizer: HFTokenizer  # the model's, which need not be the actor's
+
+    def score(self, conversations: list[Conversation], args: Args, world: World) -> Tensor:
+        """[N] what the model says at the last token of each conversation.
+
+        Each is scored once, by one of the ranks, and all of them get all the scores. What is scored
+        is text: the model sees neither special tokens that the actor sampled, nor whether a
+        response was cut; --missing-eos-penalty is for those.
+        """
+        ids = [self.tokenizer.encode_conversation(*turns) for turns in conversations]
+        longest, positions = max(map(len, ids)), self.model.config.max_position_embeddings
+        if longest > positions:
+            raise UserError(
+                f"{self.tokenizer.folder}: {positions} positions, a conversation has {longest}"
+            )
+        tokens, lengths = padded(ids, 0).to(world.device), torch.tensor([len(row) for row in ids])
+        nothing = torch.zeros(tokens.shape)
+        experience = Experience(tokens, nothing.to(world.device), lengths, nothing.bool(), {})
+        scores = forward_all(lambda mb: self.model(mb.tokens), experience, args, world)  # [N, T]
+        return scores[torch.arange(len(ids)), lengths - 1]
 
 
 def microbatches(
@@ -2495,7 +2534,7 @@ def microbatches(
 
 # The fields of a Rollout that have an entry for each sample, besides `extras`.
 TENSORS = ("tokens", "mask", "logprobs", "rewards", "lengths")
-LISTS = ("stop", "texts", "prompts", "success")
+LISTS = ("stop", "texts", "prompts", "success", "conversations")
 
 
 def select(batch: Rollout, indices: list[int], plan: Plan) -> Rollout:
@@ -2639,13 +2678,10 @@ def build_models(args: Args, env: gym.Env, world: World):
     the dtype of forward passes.
     """
     if args.model:
-        config, tokenizer = load_config(args.model), HFTokenizer(args.model)
+        config, tokenizer = load_config_and_tokenizer(args.model)
     else:
         tokenizer, embedded = embedded_model(args, env)
         config = embedded.config
-    if tokenizer.vocab_size > config.vocab_size:
-        has = f"{args.model}: a vocabulary of {config.vocab_size}"
-        raise UserError(f"{has}, the tokenizer needs {tokenizer.vocab_size}")
     longest = args.max_prompt_tokens + args.max_new_tokens
     if longest > config.max_position_embeddings:
         has = f"{args.model}: {config.max_position_embeddings} positions"
@@ -2669,6 +2705,20 @@ def build_models(args: Args, env: gym.Env, world: World):
         copy_weights(actor, reference)
     sampler = materialize(on_meta(config, "lm", getattr(torch, args.dtype)), world.device)
     return tokenizer, (actor, critic, reference, sampler)
+
+
+def build_reward_model(args: Args, world: World) -> RewardModel | None:
+    """The reward model, sharded over the ranks; None if there is none.
+
+    Checkpoints do not contain it, since it never changes: a resumed run reads its folder again.
+    """
+    if args.reward_model is None:
+        return None
+    config, tokenizer = load_config_and_tokenizer(args.reward_model)
+    tokenizer.encode_conversation(("user", "-"), ("assistant", "-"))  # raises if the template does
+    model = build_model(config, "scalar", args, world)
+    load_weights(model, args.reward_model)
+    return RewardModel(model, tokenizer)
 
 
 def make_optimizer(model: Transformer, args: Args) -> torch.optim.AdamW:

@@ -177,6 +177,7 @@ class Device(TorchDispatchMode):
         for i, episode in enumerate(playing.values(), start=1):
             n = args.max_new_tokens * math.ceil(8 * i / len(playing)) // 8  # few lengths: few shapes for FakeTensor
             episode.add_response([1] * n, [-1.0] * n)
+            episode.conversation += [("assistant", "0" * n)]
             episode.stop = "eos"
             self.counts["rollout"]["tokens"] += len(episode.ids)
 

@@ -200,12 +200,14 @@ def test_row_without_a_demonstration_among_others_that_have_one(ppo, tmp_path):
     refuse(ppo, tmp_path, "prompt 'ab='", "'demonstration'", sft_steps=1, **flags)
 
 
-def model_folder(ppo, path, edit=None, tensors=None, **changes):
+def model_folder(ppo, path, edit=None, tensors=None, head="lm", letters="abcdefxy=", template=None, **changes):
     """A small model; `changes` to config.json before it is built, `edit` afterwards; `tensors` replaces some."""
     raw = {"model_type": "llama", "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
            "num_attention_heads": 2, "max_position_embeddings": 64, "eos_token_id": 1} | changes  # fmt: skip
     config = ppo.ModelConfig.from_hf(raw)
-    ppo.save_hf_checkpoint(ppo.Transformer(config), config, ppo.HFTokenizer.from_texts(["abcdefxy="]), path)
+    tokenizer = ppo.HFTokenizer.from_texts([letters])
+    tokenizer.hf.chat_template = template
+    ppo.save_hf_checkpoint(ppo.Transformer(config, head), config, tokenizer, path)
     (path / "config.json").write_text(json.dumps(raw | (edit or {})))
     state = safetensors.torch.load_file(path / "model.safetensors") | (tensors or {})
     state = {name: x for name, x in state.items() if x is not None}

@@ -58,7 +58,7 @@ def play(model, monkeypatch):
 def assert_same(batch, expected):
     for name in ("tokens", "mask", "rewards", "lengths"):
         assert torch.equal(getattr(batch, name), getattr(expected, name))
-    for name in ("texts", "stop", "success", "prompts"):
+    for name in ("texts", "stop", "success", "prompts", "conversations"):
         assert getattr(batch, name) == getattr(expected, name)
     torch.testing.assert_close(batch.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 

@@ -324,11 +324,13 @@ def test_statistics_of_a_step_do_not_depend_on_microbatches_or_on_the_denominato
     assert steps[0]["dev_max"] > 0 < steps[0]["clipfrac"] and steps[0]["tokens"] == int(case[3].sum())
 
 
-def test_texts_are_scored_once_by_one_of_the_ranks(ppo):
+def test_conversations_are_scored_once_by_one_of_the_ranks(ppo):
     """By the value at the last token of a conversation, whatever is beside it in a batch."""
     tokenizer, critic, seen = ppo.HFTokenizer.from_texts(["abcdef="]), tiny_model(ppo, "scalar"), []
-    prompts, responses = ["a=", "abc=", "b=", "fe=", "f="], ["b", "", "abcabc", "dd", "e"]
-    ids = [[*tokenizer.encode(a + b), tokenizer.eos_id] for a, b in zip(prompts, responses, strict=True)]
+    pairs = [("a=", "b"), ("abc=", ""), ("b=", "abcabc"), ("fe=", "dd"), ("f=", "e")]
+    turns = [[("user", prompt), ("assistant", response)] for prompt, response in pairs]
+    ids = [[*tokenizer.encode(a + b), tokenizer.eos_id] for a, b in pairs]
+    reward_model = ppo.RewardModel(critic, tokenizer)
     expected = [critic(torch.tensor([row]))[0, -1].detach() for row in ids]
     args = ppo.Args(micro_batch_tokens=9)
     for size in (1, 2, 8):  # with eight ranks some have nothing to score
@@ -336,13 +338,13 @@ def test_texts_are_scored_once_by_one_of_the_ranks(ppo):
         for rank in range(size):
             world = ppo.World(torch.device("cpu"), rank, size)
             with mock.patch.object(ppo.World, "all_reduce", lambda world, x: x):
-                of_ranks.append(ppo.score_texts(critic, tokenizer, prompts, responses, args, world))
+                of_ranks.append(reward_model.score(turns, args, world))
         seen.append(sum((scores != 0).int() for scores in of_ranks))
         close(sum(of_ranks), torch.stack(expected), 1e-5)
     assert all(torch.equal(count, torch.ones(5, dtype=torch.int32)) for count in seen)
     critic.config.max_position_embeddings = 10
     with pytest.raises(ppo.UserError, match="10 positions, a conversation has 11"):
-        ppo.score_texts(critic, tokenizer, ["abcdef="], ["abc"], args, ppo.World(torch.device("cpu")))
+        reward_model.score([[("user", "abcdef="), ("assistant", "abc")]], args, ppo.World(torch.device("cpu")))
 
 
 def test_the_number_behind_the_last_hashes_is_found(ppo):

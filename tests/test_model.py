@@ -90,11 +90,12 @@ def test_the_prompt_has_one_bos_with_or_without_template_and_feedback_none(ppo, 
 
 
 def test_a_conversation_ends_with_its_response(ppo, tmp_path):
-    tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, CHATML))
+    tokenizer, turns = ppo.HFTokenizer(write_tokenizer(tmp_path, CHATML)), [("user", "hello"), ("assistant", "yes")]
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
-    assert tokenizer.encode_conversation("hello", "yes") == ids_of(text)
+    assert tokenizer.encode_conversation(*turns) == ids_of(text)
+    assert tokenizer.encode_conversation(*turns, *turns) == ids_of(text + text)
     plain = ppo.HFTokenizer(write_tokenizer(tmp_path, bos=True))
-    assert plain.encode_conversation("hello", "yes") == [4, *ids_of("helloyes<|im_end|>")]
+    assert plain.encode_conversation(*turns) == [4, *ids_of("helloyes<|im_end|>")]
 
 
 @pytest.mark.parametrize(("flags", "threads"), [({}, 1), (dict(model="folder"), 2), (dict(OMP=True), 2)])

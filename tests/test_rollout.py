@@ -126,6 +126,8 @@ def test_two_turns_by_hand(ppo, tokenizer):
         assert batch.tokens[i].tolist() == [a, b, eos, c, d, eos]
         assert envs[i].unwrapped.seen == [answer, second]
         assert batch.texts[i] == answer + feedback + second
+        turns = [("user", first), ("assistant", answer), ("user", feedback), ("assistant", second)]
+        assert batch.conversations[i] == turns
     assert batch.mask.int().tolist() == 2 * [[0, 1, 1, 0, 1, 1]]
     assert batch.rewards.tolist() == [[0, 0, 0.25, 0, 0, 1], [0, 0, 0.25, 0, 0, 0]]
     assert batch.lengths.tolist() == [6, 6] and batch.stop == ["eos", "eos"]
@@ -175,6 +177,8 @@ def test_environment_text_that_does_not_fit_ends_the_row_before_it(ppo, tokenize
     actor = scripted_model(ppo, tokenizer, {"=": "a", "e": "b"})
     batch = run(ppo, actor, tokenizer, make_envs("Endless", 1, feedback="fade"), 1, max_new_tokens=new_tokens)
     assert batch.texts == ["afadeb" if fits else "a"] and batch.stop == ["length"]
+    turns = [("user", "ab="), ("assistant", "a"), ("user", "fade"), ("assistant", "b")]
+    assert batch.conversations == [turns if fits else turns[:2]]
     assert batch.lengths.tolist() == [3 + 7 if fits else 3 + 2] and batch.rewards.sum() == (1.0 if fits else 0.5)
 
 
