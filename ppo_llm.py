@@ -3,7 +3,8 @@ r"""PPO for language models, in one file and in plain PyTorch.
 A language model (the actor) answers prompts, a text environment rewards the answers, and Proximal
 Policy Optimization (https://arxiv.org/abs/1707.06347) makes the tokens of good answers more likely.
 A second transformer (the critic) predicts the reward that is still to come, and a frozen copy of
-the actor (the reference) limits how far the actor drifts.
+the actor (the reference) limits how far the actor drifts. A frozen classifier (the reward model)
+may add to the rewards.
 
     python ppo_llm.py           # a tiny model learns to sort digits, on the CPU, in two minutes
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \

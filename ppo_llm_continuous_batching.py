@@ -7,7 +7,8 @@ samples and results are the same.
 A language model (the actor) answers prompts, a text environment rewards the answers, and Proximal
 Policy Optimization (https://arxiv.org/abs/1707.06347) makes the tokens of good answers more likely.
 A second transformer (the critic) predicts the reward that is still to come, and a frozen copy of
-the actor (the reference) limits how far the actor drifts.
+the actor (the reference) limits how far the actor drifts. A frozen classifier (the reward model)
+may add to the rewards.
 
     python ppo_llm_continuous_batching.py --rollout-slots 128
 

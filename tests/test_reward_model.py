@@ -21,7 +21,7 @@ CONVERSATIONS = [
 
 @pytest.fixture
 def folder(ppo, tmp_path):
-    """A small random classifier, whose tokenizer gives other ids than that of the embedded actor, and has a template."""
+    """A small random classifier with a template, whose tokenizer gives other ids than that of the embedded actor."""
     tokenizer = dict(letters="ABC=abcdefuwxyz", template=TEMPLATE)
     return str(model_folder(ppo, tmp_path / "classifier", head="scalar", vocab_size=18, **tokenizer))
 
