@@ -551,11 +551,17 @@ class Rollout:
     stats: dict[str, float]  # of the rollout as a whole; logged
     prompts: list[str]
     success: list[bool]  # info["success"] of the last step, else whether rewards.sum() > 0
-    conversations: list[Conversation]  # what a reward model reads
     # FORK: data of your own. Each is a tensor [N], or [N, T] of tokens. It goes with its sample
     # through `select`, over the ranks, and into every microbatch, as mb.extras[name]. More may be
     # added to experience.extras in make_experience.
     extras: dict[str, Tensor] = field(default_factory=dict)
+    # What a reward model reads. Default: of each sample the prompt, and all the rest as its answer.
+    conversations: list[Conversation] | None = None
+
+    def __post_init__(self):
+        if self.conversations is None:
+            turns = zip(self.prompts, self.texts)
+            self.conversations = [[("user", prompt), ("assistant", text)] for prompt, text in turns]
 
 
 @dataclass

@@ -237,7 +237,8 @@ def test_a_run_on_prompts_and_rewards_of_the_working_directory(ppo, tmp_path):
     assert result.returncode == 0 and "warm start: 1 steps" in result.stdout, result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["eval_after"]["accuracy"] == 1.0
-    assert [(row["objective/reward"], row["objective/accuracy"]) for row in lines(tmp_path / "run")] == [(0.25, 0.0)] * 2
+    rewards = [(row["objective/reward"], row["objective/accuracy"]) for row in lines(tmp_path / "run")]
+    assert rewards == [(0.25, 0.0)] * 2
 
 
 def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo, run):
@@ -280,7 +281,7 @@ def test_data_of_forks_stay_with_their_samples(ppo, tmp_path):
     assert len(differences) > 40 and not any(differences)
     x, lengths = torch.zeros(2, 5), torch.tensor([5, 5])
     for extra in (torch.zeros(2, 4), torch.zeros(3), torch.zeros(2, 5, 1)):
-        batch = ppo.Rollout(x, x > 0, x, x, lengths, ["eos"] * 2, [], {}, [], [], [], {"x": extra})
+        batch = ppo.Rollout(x, x > 0, x, x, lengths, ["eos"] * 2, [], {}, [], [], {"x": extra})
         with pytest.raises(ppo.UserError, match=r"extras: x is \[.*\]: must be \[N\] or \[N, T\]"):
             ppo.Experience.from_rollout(batch, torch.device("cpu"))
 
