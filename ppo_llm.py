@@ -1704,9 +1704,7 @@ def load_rows(path: str, convert: Callable) -> list[dict]:
     `convert` gives a row its "prompt", or raises if it cannot.
     """
     rows = []
-    with attempt(f"read {path}"):
-        lines = Path(path).read_bytes().splitlines()
-    for i, line in enumerate(lines, start=1):
+    for i, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
         with attempt(f"use line {i} of {path}"):
             row = convert(json.loads(line))
             if {type(row["prompt"]), type(row.get("demonstration", ""))} != {str}:
@@ -1750,7 +1748,7 @@ class Prompts(gym.Env):
 
     def step(self, response):
         reward, info = self.reward(self.row["prompt"], response, self.row), {}
-        if isinstance(reward, tuple):
+        if isinstance(reward, tuple) and len(reward) == 2:  # EnvCall refuses other tuples
             reward, info["success"] = reward
         return "", reward, True, False, info
 
