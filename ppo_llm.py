@@ -247,6 +247,9 @@ class Args:
     eval_episodes: Count = 512
     # Arguments of the evaluation's environment that differ from --env-kwargs, as a JSON object.
     eval_env_kwargs: str = "{}"
+    # Number of iterations between evaluations on the way; there is one before the first iteration and
+    # one after the last anyway. 0: no others.
+    eval_every: CountOrZero = 0
     # Number of iterations between checkpoints; there is one at the end, too. 0: no checkpoints.
     save_every: CountOrZero = 50
     # Number of checkpoints that are kept; older ones are removed.
@@ -404,14 +407,23 @@ def train(args: Args) -> dict:
             state.eval_before = evaluate(
                 sampler, tokenizer, reward_model, eval_envs, 0, args, world
             )
+        run.summary["eval_before"] = state.eval_before
         run.print_results("before", state.eval_before)
 
         while state.iteration < args.num_iterations and not interrupt:
+            evaluation = {}  # of the policy that samples the rollout
+            if state.is_due_for_evaluation(args):
+                evaluation = evaluate(
+                    sampler, tokenizer, reward_model, eval_envs, state.iteration, args, world
+                )
+                run.print_results(f"after {state.iteration} iterations of", evaluation)
+
             clock = Clock()
             # --- Rollout: every rank plays a share of the episodes and gets the samples of all
             prompt_seeds = range(state.next_seed, state.next_seed + args.rollout_batch_size)
             seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
             batch = play(sampler, tokenizer, envs, seeds, state.iteration, args, world)
+            batch.stats |= {f"eval/{name}": value for name, value in evaluation.items()}
             clock.end("rollout")
 
             # --- Old log-probs, values, rewards, advantages: computed once, constant from here on
@@ -501,6 +513,7 @@ def train(args: Args) -> dict:
         results = evaluate(
             sampler, tokenizer, reward_model, eval_envs, state.iteration, args, world
         )
+        run.summary["eval_after"] = results
         run.print_results("after", results)
     return run.summary
 
@@ -2695,6 +2708,11 @@ class TrainState:
         if max(self.skipped_in_a_row) >= 20:
             raise UserError("20 consecutive gradients were not finite: lower the learning rates")
 
+    def is_due_for_evaluation(self, args: Args) -> bool:
+        """At the beginning of every `eval_every`-th iteration; before the first there was one."""
+        begun = self.iteration > 0
+        return begun and args.eval_every > 0 and self.iteration % args.eval_every == 0
+
     def is_due_for_saving(self, args: Args) -> bool:
         """After every `save_every` iterations, and after the last."""
         is_last = self.iteration == args.num_iterations
@@ -2789,7 +2807,6 @@ class RunFolder:
         )
 
     def print_results(self, when: str, results: dict) -> None:
-        self.summary[f"eval_{when}"] = results
         sampled, greedy = results["accuracy"], results["greedy_accuracy"]
         print0(f"accuracy {when} PPO: {sampled:.1%} sampled, {greedy:.1%} greedy")
 

@@ -484,6 +484,27 @@ def test_prompts_run_on_and_evaluation_is_on_held_out_ones_at_temperature_one(ru
     assert all(batch.prompts == seen.evaluations[0][0].prompts for batch, _, _ in seen.evaluations)
 
 
+@pytest.mark.both
+def test_evaluations_on_the_way_are_logged_and_change_nothing(run):
+    plain, seen = (run(num_iterations=5, eval_every=n, env_id="environments:TwoTurns-v0") for n in (0, 2))
+    assert len(plain.evaluations) == 2 * 2 and len(seen.evaluations) == 2 * 4  # sampled and greedy
+    evaluated = {row["iteration"]: row["eval/reward"] for row in seen.rows if "eval/reward" in row}
+    rewards = [float(batch.rewards.sum()) / 2 for batch, _, greedy in seen.evaluations if not greedy]
+    assert evaluated == {2: rewards[1], 4: rewards[2]}
+    for row in seen.rows:
+        for name in [name for name in row if name.startswith("eval/")]:
+            del row[name]
+    assert without_clock(seen.rows) == without_clock(plain.rows)
+    assert all(torch.equal(x.tokens, y.tokens) for x, y in zip(plain.batches, seen.batches, strict=True))
+    for name in "eval_before", "eval_after":
+        assert seen.summary[name] == plain.summary[name]
+
+
+def test_the_last_evaluation_is_not_made_twice(run):
+    seen = run(num_iterations=2, eval_every=1)
+    assert len(seen.evaluations) == 2 * 3 and "eval/accuracy" not in seen.rows[0]
+
+
 def test_warm_start_teaches_the_demonstrations_and_their_end(run):
     before, after = (run(num_iterations=1, sft_lr=3e-3, sft_steps=n).evaluations[1][0] for n in (0, 60))  # greedy
     assert set(after.texts) == {"fab"} and set(after.stop) == {"eos"} and "fab" not in before.texts
