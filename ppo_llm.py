@@ -247,8 +247,8 @@ class Args:
     eval_episodes: Count = 512
     # Arguments of the evaluation's environment that differ from --env-kwargs, as a JSON object.
     eval_env_kwargs: str = "{}"
-    # Number of iterations between evaluations on the way; there is one before the first iteration and
-    # one after the last anyway. 0: no others.
+    # Number of iterations between evaluations on the way. 0: there are only those before the first
+    # iteration and after the last.
     eval_every: CountOrZero = 0
     # Number of iterations between checkpoints; there is one at the end, too. 0: no checkpoints.
     save_every: CountOrZero = 50
