@@ -401,24 +401,23 @@ def train(args: Args) -> dict:
         checkpointed["reference"] = (reference, None)
     state = resume(args, checkpointed)
     interrupt = 0  # the number of a signal that asks the run to stop
+    evaluate_now = lambda: evaluate(
+        sampler, tokenizer, reward_model, eval_envs, state.iteration, args, world
+    )
 
     with RunFolder(args, state, world) as run:
         print0(f"{run.path}: {world.device.type}, {args.dtype}, {world.size} ranks")
         print0(step_table(args, plan))
         copy_weights(actor, sampler)
         if state.eval_before is None:
-            state.eval_before = evaluate(
-                sampler, tokenizer, reward_model, eval_envs, 0, args, world
-            )
+            state.eval_before = evaluate_now()
         run.summary["eval_before"] = state.eval_before
         run.print_results("before", state.eval_before)
 
         while state.iteration < args.num_iterations and not interrupt:
             evaluation = {}  # of the policy that samples the rollout
             if state.is_due_for_evaluation(args):
-                evaluation = evaluate(
-                    sampler, tokenizer, reward_model, eval_envs, state.iteration, args, world
-                )
+                evaluation = evaluate_now()
                 run.print_results(f"after {state.iteration} iterations of", evaluation)
 
             clock = Clock()
@@ -513,11 +512,8 @@ def train(args: Args) -> dict:
         world.barrier()  # torchrun ends all ranks as soon as one has ended
         if interrupt:
             raise SystemExit(128 + interrupt)
-        results = evaluate(
-            sampler, tokenizer, reward_model, eval_envs, state.iteration, args, world
-        )
-        run.summary["eval_after"] = results
-        run.print_results("after", results)
+        run.summary["eval_after"] = evaluate_now()
+        run.print_results("after", run.summary["eval_after"])
     return run.summary
 
 
@@ -867,7 +863,7 @@ class Episode:
 
     def begin(self, prompt: str, tokenizer: HFTokenizer, args: Args) -> None:
         self.prompt = prompt
-        self.conversation += [("user", prompt)]
+        self.conversation.append(("user", prompt))
         self.where += f", prompt {prompt!r:.80}"
         self.add_text(tokenizer.encode_prompt(prompt))
         self.prompt_length = len(self.ids)
@@ -896,7 +892,7 @@ class Episode:
             feedback = tokenizer.encode_feedback(text)  # ids are never decoded and encoded again
             if len(self.ids) + len(feedback) < self.limit:
                 self.add_text(feedback)
-                self.conversation += [("user", text)]
+                self.conversation.append(("user", text))
             else:
                 self.stop = "length"
 
@@ -1064,7 +1060,7 @@ def end_turn(
         episode.cached = len(episode.ids) - 1
         episode.turns.append(len(sampled))
         response = tokenizer.decode(sampled)
-        episode.conversation += [("assistant", response)]
+        episode.conversation.append(("assistant", response))
         episode.call = EnvCall(episode.env, "step", episode.where, args, response)
 
 
@@ -1536,7 +1532,7 @@ class KVCache:
 
 
 def round_up(n: int, unit: int = 16) -> int:
-    """To a multiple of 16, so that there are few shapes to compile, and masks are aligned."""
+    """To a multiple of `unit`, so that there are few shapes to compile, and masks are aligned."""
     return -(-n // unit) * unit
 
 
