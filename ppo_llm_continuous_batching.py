@@ -152,6 +152,10 @@ class Args:
     # sample's last token, in training and in evaluations. What it scores is the conversation with
     # all its turns, as text, at its last token: it does not see whether a response was cut.
     reward_model: str | None = None
+    # Folder of a checkpoint from which the critic starts, with the tokenizer of the actor: a reward
+    # model, the critic of an earlier run, or a language model, to which a head of zeros is added.
+    # It may be smaller than the actor. Default: a copy of the actor, with a head of zeros.
+    critic_model: str | None = None
 
     # Number of iterations: each is a rollout and the updates that are made on it.
     num_iterations: Count = 270
@@ -509,6 +513,7 @@ def train(args: Args) -> dict:
                 save_checkpoint(run, checkpointed, state, args, world)
 
         save_hf_checkpoint(actor, actor.config, tokenizer, run.path / "model")
+        save_hf_checkpoint(critic, critic.config, tokenizer, run.path / "critic")
         world.barrier()  # torchrun ends all ranks as soon as one has ended
         if interrupt:
             raise SystemExit(128 + interrupt)
@@ -1726,11 +1731,14 @@ def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm"):
     return model, config
 
 
-def load_weights(model: Transformer, folder: str | Path) -> None:
-    """Fill `model`, which may be sharded. The files must have its head, and may have another."""
+def load_weights(model: Transformer, folder: str | Path, needs_head: bool = True) -> None:
+    """Fill `model`, which may be sharded. The files may have another head in addition to its own.
+
+    If they lack its own, that is an error, unless needs_head=False: then it stays as it is.
+    """
     tensors = {name: p.detach() for name, p in model.named_parameters()}
-    other_heads = {"lm_head.weight", "score.weight"} - tensors.keys()
-    read_tensors(tensors, folder, optional=other_heads)
+    heads = {"lm_head.weight", "score.weight"}
+    read_tensors(tensors, folder, optional=heads - tensors.keys() if needs_head else heads)
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: str | Path, optional=frozenset()) -> None:
@@ -1746,7 +1754,8 @@ def read_tensors(tensors: dict[str, Tensor], folder: str | Path, optional=frozen
         for name in sorted(saved.keys() | tensors.keys() - set(optional)):
             there = list(saved[name]) if name in saved else "missing"
             here = list(tensors[name].shape) if name in tensors else "missing"
-            if there != here and name not in optional and "rotary_emb" not in name:
+            may_be_missing = name in optional or "rotary_emb" in name
+            if there != here and not (may_be_missing and "missing" in (there, here)):
                 differ.append(f"{name} is {there} in the files, {here} in the model")
         if differ:
             raise ValueError(f"other names or shapes: {'; '.join(differ[:3])}")
@@ -1757,7 +1766,10 @@ def read_tensors(tensors: dict[str, Tensor], folder: str | Path, optional=frozen
 def save_hf_checkpoint(
     model: Transformer, config: ModelConfig, tokenizer: HFTokenizer, path: str | Path
 ) -> None:
-    """Write a folder that transformers can load. All ranks of a sharded model call it."""
+    """Write a folder that transformers can load: a language model or, of a critic, a classifier.
+
+    All ranks of a sharded model call it.
+    """
     weights = {}
     for name, p in model.named_parameters():
         whole = full(p.detach())  # a collective call
@@ -1772,6 +1784,11 @@ def save_hf_checkpoint(
     safetensors.torch.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     dtype = str(weights["model.norm.weight"].dtype).removeprefix("torch.")
     raw = config.raw | {"torch_dtype": dtype, "dtype": dtype}
+    if model.head == "scalar":
+        family = raw["model_type"].capitalize()  # Llama, Qwen2, Qwen3
+        raw["architectures"] = [f"{family}ForSequenceClassification"]
+        raw |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}  # transformers counts them
+        raw["pad_token_id"] = tokenizer.pad_id  # transformers finds the last token by it
     (path / "config.json").write_text(json.dumps(raw, indent=2))
 
 
@@ -2696,10 +2713,17 @@ def build_models(args: Args, env: gym.Env, world: World):
     else:
         tokenizer, embedded = embedded_model(args, env)
         config = embedded.config
+    critic_config = config
+    if args.critic_model:
+        critic_config, critic_tokenizer = load_config_and_tokenizer(args.critic_model)
+        if critic_tokenizer.hf.get_vocab() != tokenizer.hf.get_vocab():
+            reads = f"--critic-model {args.critic_model}: a critic reads the actor's tokens"
+            raise UserError(f"{reads}, but its tokenizer has another vocabulary")
     longest = args.max_prompt_tokens + args.max_new_tokens
-    if longest > config.max_position_embeddings:
-        has = f"{args.model}: {config.max_position_embeddings} positions"
-        raise UserError(f"{has}, --max-prompt-tokens + --max-new-tokens need {longest}")
+    for folder, model_config in ((args.model, config), (args.critic_model, critic_config)):
+        if longest > model_config.max_position_embeddings:
+            has = f"{folder}: {model_config.max_position_embeddings} positions"
+            raise UserError(f"{has}, --max-prompt-tokens + --max-new-tokens need {longest}")
     prompt, _ = reset(env, 0, args)
     Episode(env, "seed 0").begin(prompt, tokenizer, args)  # raises if the prompt is too long
 
@@ -2710,9 +2734,12 @@ def build_models(args: Args, env: gym.Env, world: World):
         copy_weights(embedded, actor)
     if not checkpoints_to_resume(args):
         warm_start(actor, tokenizer, env, args, world)
-    critic = build_model(config, "scalar", args, world)  # begins as the actor with a value of 0
-    copy_weights(actor, critic, skip=("lm_head.weight", "score.weight"))
-    nn.init.zeros_(critic.score.weight)
+    critic = build_model(critic_config, "scalar", args, world)
+    nn.init.zeros_(critic.score.weight)  # all values are 0 at first, unless a head is loaded
+    if args.critic_model:
+        load_weights(critic, args.critic_model, needs_head=False)
+    else:
+        copy_weights(actor, critic, skip=("lm_head.weight", "score.weight"))
     reference = None
     if args.kl_coef > 0:
         reference = build_model(config, "lm", args, world)
@@ -2831,7 +2858,7 @@ class TrainState:
 
 
 class RunFolder:
-    """<log_dir>/<run_name>/: TensorBoard, *.jsonl, {config,summary}.json, checkpoints/, model/.
+    """<log_dir>/<run_name>/: TensorBoard, *.jsonl, *.json, checkpoints/, and model/ and critic/.
 
     In its `with` block SIGTERM and Ctrl-C are caught: they end the run after the iteration.
     """
