@@ -22,7 +22,21 @@ from unittest.mock import MagicMock
 # c10 and autograd ask for a device's guard and hooks. They must be registered before `import torch` looks for them.
 DEVICE = """
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <mutex>
+#include <set>
 using namespace c10;
+struct PinnedAllocator : Allocator {  // knows its memory again: FSDP2 pins weights once more that are not pinned
+  static inline std::mutex mutex;
+  static inline std::set<const void*> pinned;
+  static void free(void* p) { { std::lock_guard<std::mutex> lock(mutex); pinned.erase(p); } free_cpu(p); }
+  DataPtr allocate(size_t n) override {
+    void* p = alloc_cpu(n);
+    if (p) { std::lock_guard<std::mutex> lock(mutex); pinned.insert(p); }
+    return {p, p, &free, Device(DeviceType::CPU)};
+  }
+  void copy_data(void* to, const void* from, size_t n) const override { default_copy_data(to, from, n); }
+};
 struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
   Device exchangeDevice(Device) const override { return getDevice(); }
@@ -34,7 +48,10 @@ struct Hooks : at::CUDAHooksInterface {
   bool hasCUDA() const override { return true; } bool isBuilt() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; } DeviceIndex getCurrentDevice() const override { return 0; }
-  Allocator* getPinnedMemoryAllocator() const override { return GetAllocator(DeviceType::CPU); }
+  Allocator* getPinnedMemoryAllocator() const override { static PinnedAllocator allocator; return &allocator; }
+  bool isPinnedPtr(const void* p) const override {
+    std::lock_guard<std::mutex> lock(PinnedAllocator::mutex); return PinnedAllocator::pinned.count(p);
+  }
 };
 static impl::DeviceGuardImplRegistrar guard(DeviceType::CUDA, new Guard());
 namespace at { C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, ::Hooks) }
