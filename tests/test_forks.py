@@ -7,13 +7,17 @@ import json
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import safetensors.torch
 import torch
 from conftest import ROOT
+from test_cuda import FLOAT, simulate, simulated
 from test_distributed import finish, flags_of, start, torchrun
-from test_train import assert_same_metrics, lines
+from test_train import assert_same_metrics, lines, without_clock
+
+import ppo_llm
 
 FORKS = sorted((ROOT / "tests" / "forks").glob("*.patch"))
 FLAGS = dict(num_iterations=2, rollout_batch_size=16, n_samples_per_prompt=2, train_batch_size=16, sft_steps=30,
@@ -56,8 +60,8 @@ def run(patch, folder, **flags):
 
 def test_all_forks_are_tested_and_say_what_they_do():
     assert [path.stem for path in FORKS] == (
-        "annealed_entropy best_and_worst critic_ranks frozen_blocks group_normalised joint_loss length_penalty lora "
-        "replay rollout_ranks tensor_parallel_sampler").split()  # fmt: skip
+        "annealed_entropy best_and_worst cpu_adam critic_ranks frozen_blocks group_normalised joint_loss "
+        "length_penalty lora replay rollout_ranks tensor_parallel_sampler").split()  # fmt: skip
     for path in FORKS:
         head, _, _ = path.read_text().partition("\n\ndiff --git a/ppo_llm.py b/ppo_llm.py\n")
         assert 40 < len(head) < 1500 and head.endswith(".")
@@ -186,6 +190,31 @@ def test_lora_is_exported_merged_and_resumed(tmp_path):
 
     resumed = run("lora", tmp_path, **flags | dict(num_iterations=3, resume="auto"))[1]
     assert [row["iteration"] for row in resumed] == [0, 1, 2] and resumed[:2] == rows
+
+
+def test_cpu_adam_changes_no_number_on_the_cpu(tmp_path):
+    flags = FLAGS | dict(sft_steps=1, kl_coef=0.1, ref_sync_every=1)
+    _, _, folder = run("cpu_adam", tmp_path, **flags)
+    ppo_llm.train(ppo_llm.Args(**flags | dict(run_name="unpatched", log_dir=str(tmp_path))))
+    assert without_clock(lines(folder)) == without_clock(lines(tmp_path / "unpatched"))
+
+
+@pytest.mark.slow
+@simulated
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_cpu_adam_updates_on_the_host_of_a_simulated_gpu(tmp_path, ranks):
+    script = types.SimpleNamespace(__file__=patched_script("cpu_adam", tmp_path))
+    whole = FLOAT | dict(num_iterations=1 if ranks else 2, save_every=1)
+    resumed = whole | dict(run_name="resumed", resume="float/checkpoints/iter_000001")
+    for _, calls in simulate(script, tmp_path, [whole] if ranks else [whole, resumed], ranks):
+        assert calls["optimizer_step"] > 0 and "aten::_fused_adamw_" not in calls  # only calls on the GPU are counted
+    ppo_llm.train(ppo_llm.Args(**whole | dict(device="cpu", log_dir=str(tmp_path), run_name="cpu")))
+    assert_same_metrics(lines(tmp_path / "float"), lines(tmp_path / "cpu"), 1e-4)
+    if not ranks:
+        assert without_clock(lines(tmp_path / "float")[1:]) == without_clock(lines(tmp_path / "resumed"))
+        for model, kind in (("actor", "weights"), ("critic", "exp_avg_sq"), ("reference", "weights")):
+            first, second = (weights(tmp_path / name, 2, model, kind) for name in ("float", "resumed"))
+            assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 WORKER = """
