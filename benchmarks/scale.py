@@ -1,15 +1,16 @@
 """Does a model fit on W GPUs, how long does an iteration take at least, what breaks first? Answered without a GPU.
 
-    python benchmarks/scale.py MODEL RANKS [--gpu h100|h200|a100] [--json FILE] [flags of ppo_llm.py]
+    python benchmarks/scale.py MODEL RANKS [--gpu h100|h200|a100|4090] [--json FILE] [flags of ppo_llm.py]
     torchrun --nproc-per-node 2 benchmarks/scale.py tiny real  # the same counts of real ranks (gloo, CPU), to compare
 
-MODEL is tiny, 0.5B, 1.5B, 7B, 14B, 32B (shapes of Qwen2.5), 70B (of Llama 3) or a folder with a config.json.
+MODEL is tiny, 0.5B, 1.5B, 3B, 7B, 14B, 32B (shapes of Qwen2.5), 70B (of Llama 3) or a folder with a config.json.
 Needs g++ and the CPU build of PyTorch.
 
 `ppo_llm.train` runs unmodified as rank 0 of W, on tensors without data (FakeTensor) and PyTorch's "fake" process group;
-tensors on the host are real. A rollout prefills, decodes three tokens, counted for all, and makes up responses of 1/8
-to 8/8 of --max-new-tokens. Left out: evaluation, export, torch.compile, what other ranks hold. Not
-counted: fragmentation, workspaces of kernels, NCCL's buffers, launches, the host. Seconds are lower bounds.
+tensors on the host are real, but for the weights, gradients and moments that a patched script keeps there. A rollout
+prefills, decodes three tokens, counted for all, and makes up responses of 1/8 to 8/8 of --max-new-tokens. Left out:
+evaluation, export, torch.compile, what other ranks hold. Not counted: fragmentation, workspaces of kernels, NCCL's
+buffers, launches, time of the host and of PCIe. Seconds are lower bounds.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from pathlib import Path
 parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
 parser.add_argument("model")
 parser.add_argument("ranks")
-parser.add_argument("--gpu", choices=("h100", "h200", "a100"), default="h100")
+parser.add_argument("--gpu", choices=("h100", "h200", "a100", "4090"), default="h100")
 parser.add_argument("--json")
 OPTIONS, FLAGS = parser.parse_known_args()
 REAL = OPTIONS.ranks == "real"
@@ -46,15 +47,19 @@ from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 SHAPES = {"tiny": SMALL, "0.5B": QWEN_05B, "1.5B": QWEN_15B} | {
     name: dict(zip(SMALL, shape)) for name, *shape in [
-        ("7B", 3584, 18944, 28, 28, 4, 152064), ("14B", 5120, 13824, 48, 40, 8, 152064),
+        ("3B", 2048, 11008, 36, 16, 2, 151936), ("7B", 3584, 18944, 28, 28, 4, 152064),
+        ("14B", 5120, 13824, 48, 40, 8, 152064),
         ("32B", 5120, 27648, 64, 40, 8, 152064), ("70B", 8192, 28672, 80, 64, 8, 128256)]}  # fmt: skip
-# Data sheets (SXM): memory, dense bfloat16 FLOP/s, bytes/s of memory, NVLink, network (a card per GPU), one way.
+# Data sheets (SXM): memory, dense bfloat16 FLOP/s, bytes/s of memory, NVLink, network (a card per GPU), one way. Of
+# consumer cards without NVLink: PCIe.
 MEMORY, FLOPS, HBM, NVLINK, NETWORK = {
     "a100": (80e9, 312e12, 2.04e12, 300e9, 25e9), "h100": (80e9, 989e12, 3.35e12, 450e9, 50e9),
-    "h200": (141e9, 989e12, 4.8e12, 450e9, 50e9)}[OPTIONS.gpu]  # fmt: skip
+    "h200": (141e9, 989e12, 4.8e12, 450e9, 50e9),
+    "4090": (24 * 2**30, 165e12, 1.01e12, 32e9, 32e9)}[OPTIONS.gpu]  # fmt: skip
 KINDS = {  # of memory, by the function that allocates it
     "build_model": "parameters", "materialize": "sampler", "Device.make_optimizer": "optimizer",
     "KVCache.__init__": "KV cache", "copy_weights": "weight copy", "foreach_all_gather": "gathered weights",
+    "FSDPParam.all_gather_inputs": "gathered weights",
     "FSDPParam.init_all_gather_outputs": "gathered weights", "foreach_reduce": "unsharded gradients"}  # fmt: skip
 COLLECTIVES = dict(_allgather_base_="all-gather", all_gather_into_tensor="all-gather", allreduce_="all-reduce",
                    all_reduce="all-reduce", _reduce_scatter_base_="reduce-scatter", broadcast_="broadcast")  # fmt: skip
@@ -85,8 +90,9 @@ class Device(TorchDispatchMode):
         self.phase, self.times = "start", 1  # of the next operations
         # By phase: numbers; `held` when it was most; the most bytes of each kind.
         self.counts, self.at_peak, self.largest = (defaultdict(Counter) for _ in range(3))
-        self.storages = {}  # address: (bytes, kind)
+        self.storages = {}  # address: (bytes, kind, one of the following two)
         self.held = Counter()  # kind: bytes
+        self.on_host = Counter()  # the same of the host's tensors without data
 
     def __torch_dispatch__(self, op, tensor_types, args=(), kwargs=None):
         if any(map(is_traceable_wrapper_subclass_type, tensor_types)):
@@ -94,9 +100,11 @@ class Device(TorchDispatchMode):
         kwargs = kwargs or {}
         given = tensors_in(args, kwargs)
         target = torch.device(kwargs.get("device") or "meta").type
-        if torch._guards.active_fake_mode() or not (REAL or target == "cuda" or any(x.is_cuda for x in given)):
+        offloaded = not REAL and self.is_offloaded(target, given)
+        ours = REAL or offloaded or target == "cuda" or any(x.is_cuda for x in given)
+        if torch._guards.active_fake_mode() or not ours:
             return op(*args, **kwargs)  # DTensor is computing shapes, or it is the host's
-        if target == "cpu" and not REAL:  # the host reads: any numbers
+        if target == "cpu" and not REAL and not offloaded:  # the host reads: any numbers
             return torch.ones(given[0].shape, dtype=kwargs.get("dtype") or given[0].dtype)
         out = op(*args, **kwargs) if REAL else self.pretend(op, given, args, kwargs)
         if REAL and op._schema.name.endswith("wait_tensor"):
@@ -105,6 +113,12 @@ class Device(TorchDispatchMode):
             self.hold(x)
         self.count(op, args, kwargs, out)
         return out
+
+    def is_offloaded(self, target, given) -> bool:
+        """Whether an operation is of the host with what has no data there: sharded weights and what comes from them."""
+        if target == "cpu":
+            return kind_of_caller() in ("parameters", "unsharded gradients")
+        return target == "meta" and any(isinstance(x, FakeTensor) and not x.is_cuda for x in given)
 
     def pretend(self, op, given, args, kwargs):
         """The output without data."""
@@ -128,6 +142,10 @@ class Device(TorchDispatchMode):
             count[f"{kind}, GB"] += size / 1e9
             if kind == "reduce-scatter":
                 self.hold(args[0], "gradients")
+        elif not REAL and len({x.device.type for x in tensors_in(args, kwargs, out)}) == 2 and "copy" in name:
+            count["PCIe, GB"] += max(x.nbytes for x in tensors_in(args, out)) / 1e9
+        elif not REAL and not any(x.is_cuda for x in tensors_in(args)):
+            pass  # the host's arithmetic
         elif packet in flop_registry or name in UNFUSED:
             flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
             flops *= self.times * (0.5 if "flash" in name else 1)  # causal attention needs half of it
@@ -141,19 +159,22 @@ class Device(TorchDispatchMode):
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self.storages:
-            self.storages[key] = 0, kind_of_caller()
+            self.storages[key] = 0, kind_of_caller(), self.held
             weakref.finalize(storage, self.free, key)
         kind = kind or self.storages[key][1]
         self.free(key)
-        self.storages[key] = storage.nbytes(), kind
-        self.held[kind] += storage.nbytes()
+        held = self.held if REAL or x.is_cuda else self.on_host
+        self.storages[key] = storage.nbytes(), kind, held
+        held[kind] += storage.nbytes()
         self.largest[self.phase] |= self.held
+        count = self.counts[self.phase]
+        count["GB on the host"] = max(count["GB on the host"], self.on_host.total() / 1e9)
         if self.held.total() > self.at_peak[self.phase].total():
             self.at_peak[self.phase] = self.held.copy()
 
     def free(self, key):
-        size, kind = self.storages.pop(key)
-        self.held[kind] -= size
+        size, kind, held = self.storages.pop(key)
+        held[kind] -= size
 
     def resize(self, x, size):
         x.untyped_storage().resize_(size)
@@ -206,7 +227,8 @@ def attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
 def main() -> None:
     folder, device = OPTIONS.model, Device()
     if folder in SHAPES:
-        shape = dict(model_type="qwen2", max_position_embeddings=2**20, tie_word_embeddings=folder in ("0.5B", "1.5B"))
+        tied = folder in ("0.5B", "1.5B", "3B")
+        shape = dict(model_type="qwen2", max_position_embeddings=2**20, tie_word_embeddings=tied)
         folder = tempfile.mkdtemp()
         Path(folder, "config.json").write_text(json.dumps(shape | SHAPES[OPTIONS.model]))
     args = tyro.cli(ppo_llm.Args, args=FLAGS, default=ppo_llm.Args(
@@ -219,10 +241,12 @@ def main() -> None:
         evaluate=lambda *args: Counter(), save_hf_checkpoint=lambda *args: None, decode_step=lambda *args: None,
         make_optimizer=device.make_optimizer, begin_turn=device.begin_turn, end_turn=device.end_turn,
         Clock=lambda: Clock(device))  # fmt: skip
+    ppo_llm.Diagnosis.refuse_broken_ratio = lambda diagnosis: None  # its numbers are made up
     _fsdp_param.free_storage = lambda x: device.resize(x, 0)
     _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = lambda x: device.resize(x, x.nbytes)
     if not REAL:  # what a CUDA build would have, and ranks that all hold what this one does
         torch.nn.functional.scaled_dot_product_attention = attention
+        FakeTensor.is_pinned, FakeTensor.pin_memory = lambda x: True, lambda x: x
         for name in "_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward":  # else they would be composed
             simulated_cuda.libraries["aten"].impl(name, lambda *args: None, "CUDA")
         FakeTensor.__format__ = lambda x, spec: format(x.item(), spec)
