@@ -143,7 +143,7 @@ class Device(TorchDispatchMode):
             if kind == "reduce-scatter":
                 self.hold(args[0], "gradients")
         elif not REAL and len({x.device.type for x in tensors_in(args, kwargs, out)}) == 2 and "copy" in name:
-            count["PCIe, GB"] += max(x.nbytes for x in tensors_in(args, out)) / 1e9
+            count["GB over PCIe"] += max(x.nbytes for x in tensors_in(args, out)) / 1e9
         elif not REAL and not any(x.is_cuda for x in tensors_in(args)):
             pass  # the host's arithmetic
         elif packet in flop_registry or name in UNFUSED:
