@@ -209,6 +209,9 @@ class Args:
     # and, with 1, on all rewards after it, with 0 on the critic's value of the next state instead;
     # lambdas between mix the two.
     gae_lambda: Fraction = 0.95
+    # Lambda of the returns that the critic learns to predict. With 1 they are the rewards that were
+    # really earned, with less they contain the critic's own values.
+    critic_lambda: Fraction = 0.95
     # The probability ratio of new and old policy is clipped from below at 1 - clip_low.
     clip_low: Annotated[float, Range(1e-9, 1)] = 0.2
     # The probability ratio of new and old policy is clipped from above at 1 + clip_high.
@@ -310,8 +313,9 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tup
     """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
 
     The sampled tokens of a row are one trajectory; the environment's text between them is skipped.
-    rewards, values and mask are [B, T]. bootstrap [B] is V of the state after the last token, by
-    default 0. Returns advantages and returns, [B, T] each and 0 outside the mask.
+    rewards, values and mask are [B, T]. gae_lambda is a number, or one for each row, [B]. bootstrap
+    [B] is V of the state after the last token, by default 0. Returns advantages and returns, [B, T]
+    each and 0 outside the mask.
     """
     mask = mask.bool()
     values = torch.where(mask, values, 0.0)
@@ -498,15 +502,17 @@ def train(args: Args) -> dict:
                 state.actor_steps += 1
             clock.end("actor")
 
-            # --- New weights for sampler and reference, diagnosis of the ratio, log, checkpoint
+            # --- New weights for sampler and reference, diagnoses, log, checkpoint
             copy_weights(actor, sampler)
             if args.ref_sync_every and (state.iteration + 1) % args.ref_sync_every == 0:
                 sync_reference(reference, actor, args)
             interrupt = run.received_signal()
             clock.end("hand_over")
             diagnosis = probe.diagnose(experience, actor_steps, early_stop, state)
+            critic_diagnosis = diagnose_critic(critic, experience, critic_steps, state, args, world)
             clock.end("diagnose")
-            run.log(batch, experience, actor_steps, critic_steps, diagnosis, clock)
+            run.log(batch, experience, actor_steps, critic_steps, diagnosis, critic_diagnosis,
+                    clock)  # fmt: skip
             diagnosis.refuse_broken_ratio()  # ends a run whose first ratio was not 1
             state.end_iteration(args, actor_steps, critic_steps)
             if interrupt or state.is_due_for_saving(args):
@@ -605,6 +611,7 @@ class Experience:
     returns: Tensor | None = None
     sample_rewards: Tensor | None = None  # [N] without the KL, for the log
     advantage_std: float = 0.0  # before whitening, for the diagnosis
+    value_stats: dict[str, float] = field(default_factory=dict)  # how good the values are
 
     @classmethod
     def from_rollout(cls, batch: Rollout, device: torch.device) -> Experience:
@@ -774,7 +781,9 @@ def make_experience(
         after = forward_all(lambda mb: critic(mb.tokens), experience, args, world)
         truncated = upload(torch.tensor([stop != "eos" for stop in batch.stop]), world.device)
         bootstrap = after[rows, last] * truncated  # [N]
-    advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
+    advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
+    _, returns = compute_gae(rewards, values, mask, args.gamma, args.critic_lambda, bootstrap)
+    value_stats = describe_values(rewards, values, advantages, mask, bootstrap, args)
     advantage_std = float(advantages[mask].std()) if experience.n_tokens > 1 else 0.0
     if advantage_std < 1e-6:
         # All tokens are equally good, but for rounding errors, which whitening would amplify.
@@ -789,7 +798,7 @@ def make_experience(
     return dataclasses.replace(
         experience, iteration=iteration, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
         values=values, advantages=advantages, returns=returns, sample_rewards=sample_rewards,
-        advantage_std=advantage_std)  # fmt: skip
+        advantage_std=advantage_std, value_stats=value_stats)  # fmt: skip
 
 
 def minibatches(
@@ -2073,7 +2082,9 @@ def token_mean(steps: list[dict], name: str) -> float | None:
     return sum(step[name] * step["tokens"] for step in steps) / tokens if tokens else None
 
 
-def metrics(state, args, batch, experience, actor_steps, critic_steps, diagnosis, clock) -> dict:
+def metrics(
+    state, args, batch, experience, actor_steps, critic_steps, diagnosis, critic_diagnosis, clock
+) -> dict:
     """A line of metrics.jsonl. Means over steps are weighted by tokens, without skipped steps."""
     N, mask = len(experience), experience.mask
     row = batch.stats | {
@@ -2089,9 +2100,8 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, diagnosis
         "time/iteration": clock.seconds,
         "perf/response_tokens_per_second": experience.n_tokens / clock.seconds,
     }
-    if experience.values is not None:
-        returns, errors = experience.returns[mask], (experience.returns - experience.values)[mask]
-        row["losses/explained_variance"] = float(1 - errors.var() / returns.var())
+    row |= {f"critic/{name}": value for name, value in critic_diagnosis.signals.items()}
+    row["critic/diagnosis"] = critic_diagnosis.cause
     if torch.cuda.is_initialized():
         row["perf/peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     row |= {f"time/{phase}": seconds for phase, seconds in clock.phases.items()}
@@ -2116,6 +2126,37 @@ def metrics(state, args, batch, experience, actor_steps, critic_steps, diagnosis
             if not name.endswith("_max"):
                 row[f"losses/{name}"] = token_mean(made, name)
     return row
+
+
+def describe_values(rewards, values, advantages, mask, bootstrap, args) -> dict[str, float]:
+    """How good the values [N, T] of a rollout are, before the critic has learned from it.
+
+    They are compared with Monte Carlo returns, the sums of all rewards still to come, not with the
+    returns that the critic learns: with a lambda below 1 these contain the values themselves, and
+    explaining them flatters the critic. `advantages` are those of GAE, before whitening.
+
+    explained_variance is 1 - Var(return - value) / Var(return): 1 for perfect values, 0 for a
+    constant, below 0 for values that are worse than a constant; of all sampled tokens, and of the
+    first and the last of each sample. gain is the variance of the advantages that a constant
+    baseline, the mean return, would give with the same lambda over that of the advantages: below 1
+    the critic adds noise (https://arxiv.org/abs/2604.19485).
+    """
+    _, returns = compute_gae(rewards, values, mask, args.gamma, 1.0, bootstrap)
+    constant = torch.full_like(values, float(masked_mean(returns, mask)))
+    baseline, _ = compute_gae(rewards, constant, mask, args.gamma, args.gae_lambda, bootstrap)
+    errors, place = returns - values, mask.cumsum(1)
+    first, last = mask & (place == 1), mask & (place == mask.sum(1, keepdim=True))
+    explained = lambda where: float(1 - errors[where].var() / returns[where].var())
+    return {
+        "explained_variance": explained(mask),
+        "explained_variance_first": explained(first),
+        "explained_variance_last": explained(last),
+        "gain": float(baseline[mask].var() / advantages[mask].var()),
+        "value_mean": float(values[mask].mean()),
+        "value_std": float(values[mask].std()),
+        "return_mean": float(returns[mask].mean()),
+        "return_std": float(returns[mask].std()),
+    }
 
 
 def evaluate(sampler, tokenizer, reward_model, envs, iteration, args, world) -> dict[str, float]:
@@ -2279,6 +2320,74 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
         return because("sampler_mismatch", "stale weights? other numerics: --rollout-is-cap")
     if s.out_of_clip > 0.9:
         return because("too_tight_clip", "widen it or lower --actor-lr")
+    return because(None)
+
+
+LASTING = 5  # iterations in a row in which the critic must have the same fault before it is named
+
+
+def diagnose_critic(critic, experience, steps, state, args, world) -> Diagnosis:
+    """Whether the critic is worth having: after its updates, by a forward pass of some samples."""
+    some = experience[torch.arange(max(1, len(experience) // 8))]
+    newvalues = forward_all(lambda mb: sampled_values(critic, mb), some, args, world)
+    change = (newvalues - some.values)[some.mask].abs()  # [n]
+    errors, returns = (some.returns - newvalues)[some.mask], some.returns[some.mask]
+    made = [step for step in steps if not step["skipped"]]
+    norm = token_mean(made, "grad_norm") or 0.0
+    tokens = experience.n_tokens / len(experience)  # of a sample
+    signals = experience.value_stats | {
+        "reward_std": float(experience.sample_rewards.std(correction=0)),
+        "steps": len(made),
+        "change": float(change.mean()),
+        "clipped": float((change > (args.value_clip or math.inf)).float().mean()),
+        "explained_after": float(1 - errors.var() / returns.var()),
+        "grad_norm_over_clip": norm / args.max_grad_norm,
+        "early_credit": (args.gamma * args.gae_lambda) ** max(0.0, tokens - 1),
+    }
+    diagnosis = diagnose_values(signals)
+    is_same = diagnosis.cause == state.critic_cause
+    state.critic_cause_iterations = 1 + state.critic_cause_iterations * is_same
+    state.critic_cause = diagnosis.cause
+    if state.critic_cause_iterations < LASTING:
+        diagnosis.cause = None
+    return diagnosis
+
+
+def diagnose_values(signals: dict) -> Diagnosis:
+    """The cause that fits the signals of a critic: the first of these that does.
+
+    Besides those of describe_values, which are from before the updates, they are: reward_std, the
+    standard deviation of the samples' rewards without KL; `steps` of the critic; `change` of the
+    values by them, a mean over tokens, and the share of tokens whose change is `clipped` by
+    --value-clip; what part of the variance of the returns is explained_after them, of samples that
+    they have seen; the norm of the gradient over --max-grad-norm; and early_credit, the weight that
+    the last reward of a sample has in the advantage of its first token.
+    """
+    s = types.SimpleNamespace(**signals)
+    evidence = ", ".join(f"{name} {value:.2g}" for name, value in signals.items())
+    because = lambda cause, advice="": Diagnosis(cause, advice, evidence, signals)
+    distance = abs(s.value_mean - s.return_mean)
+
+    if s.steps == 0:
+        return because("critic_not_trained", "see --critic-epochs; NaN in values?")
+    if s.reward_std < 1e-6:
+        return because("reward_constant", "all samples earn the same: nothing to predict")
+    if distance > s.return_std / 2 and s.clipped > 0.5:
+        return because("value_clip_binds", "raise --value-clip, or None")
+    if distance > s.return_std / 2 and s.grad_norm_over_clip > 100:
+        return because("gradient_clip_binds", "raise --max-grad-norm, or scale the rewards down")
+    if distance > s.return_std / 2 and s.change < distance / 20:
+        return because("critic_lr_too_small", "values do not arrive: raise --critic-lr")
+    if distance > s.return_std / 2:
+        return because("critic_behind", "more --critic-epochs, or lower --actor-lr")
+    if s.early_credit < 0.01 and s.explained_variance < 0.2:
+        return because("lambda_hides_reward", "raise --gae-lambda")
+    if s.explained_variance < 0.05 and s.value_std < s.return_std / 20:
+        return because("values_constant", "raise --critic-lr; or nothing tells what will be earned")
+    if s.gain < 0.98 and s.explained_after > 0.5:
+        return because("critic_overfits", "fewer --critic-epochs, or more samples an iteration")
+    if s.gain < 0.98:
+        return because("worse_than_constant", "lower --critic-lr, or --critic-warmup-iterations")
     return because(None)
 
 
@@ -2831,7 +2940,9 @@ class TrainState:
     actor_steps: int = 0  # skipped ones included
     critic_steps: int = 0
     skipped_in_a_row: list = field(default_factory=lambda: [0, 0])  # of actor and critic
-    last_cause: str | None = None  # of the diagnosis
+    last_cause: str | None = None  # of the diagnosis of the ratio
+    critic_cause: str | None = None  # of that of the critic, and in how many iterations in a row
+    critic_cause_iterations: int = 0
     eval_before: dict | None = None
     file_sizes: dict = field(default_factory=dict)  # of *.jsonl, in bytes
 
@@ -2910,10 +3021,13 @@ class RunFolder:
         self.files[name].write(line + "\n")
         self.files[name].flush()
 
-    def log(self, batch, experience, actor_steps, critic_steps, diagnosis, clock) -> None:
+    def log(
+        self, batch, experience, actor_steps, critic_steps, diagnosis, critic_diagnosis, clock
+    ) -> None:
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
         args, state = self.args, self.state
-        row = metrics(state, args, batch, experience, actor_steps, critic_steps, diagnosis, clock)
+        row = metrics(state, args, batch, experience, actor_steps, critic_steps, diagnosis,
+                      critic_diagnosis, clock)  # fmt: skip
         if RANK > 0:
             return
         i, N, cause = row["iteration"], args.num_iterations, diagnosis.cause
@@ -2937,6 +3051,9 @@ class RunFolder:
         if cause and cause != state.last_cause:
             print0(f"  ratio: {cause}: {diagnosis.advice} ({diagnosis.evidence})")
         state.last_cause = cause
+        if critic_diagnosis.cause and state.critic_cause_iterations == LASTING:
+            advice = f"{critic_diagnosis.advice} ({critic_diagnosis.evidence})"
+            print0(f"  critic: {critic_diagnosis.cause}: {advice}")
         kl = f"KL {row['objective/kl']:.4f}, " if args.kl_coef else ""
         print0(
             f"{i + 1}/{N}: reward {row['objective/reward']:.3f}, accuracy "

@@ -43,7 +43,7 @@ TASKS = {
     "two digits, curriculum": TWO | dict(env_kwargs='{"digits": 2, "partial": true, "curriculum": 512}'),
     **{f"cheerful, KL {kl:g}": CHEERFUL | dict(kl_coef=kl) for kl in (0.0, 1e-4, 0.01, 0.05)},
 }
-HELD_OUT = {"Sums-v0": 100, "Cheerful-v0": 40}  # sampled answers
+HELD_OUT = {"Sums-v0": 100, "Cheerful-v0": 40, "Largest-v0": 100}  # sampled answers
 
 
 class HeldOut:
@@ -86,7 +86,8 @@ def ours(folder: str, flags: dict, seed: int) -> dict:
             return
         rows.append({name: row[name] for name in ("time/iteration", "objective/reward", "objective/kl",
                                                   "objective/response_tokens", "objective/entropy")}
-                    | {"diagnosis": row["ratio/diagnosis"]})  # fmt: skip
+                    | {"diagnosis": row["ratio/diagnosis"], "accuracy": row["objective/accuracy"]}
+                    | {name: row[name] for name in row if name.startswith("critic/")})  # fmt: skip
         if row["charts/episodes"] % every == 0:
             held_out.add(row["charts/episodes"], sum(each["time/iteration"] for each in rows), samplers[0])
 

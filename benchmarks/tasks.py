@@ -1,4 +1,4 @@
-"""Two tasks for a small instruct model: single-turn environments with held-out prompts (split="test").
+"""Three tasks for a small instruct model: single-turn environments with held-out prompts (split="test").
 
     python ppo_llm.py --model DIR --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{"split": "test"}' ...
 """
@@ -27,15 +27,16 @@ def split_rows(rows: list, split: str) -> list:
 class Sums(gym.Env):
     """Prompts "What is 8 + 9?", numbers of up to `digits` digits. Reward 1 if the last number of the answer is it.
 
-    partial: a wrong number of the right length gets half the share of its digits that are right. curriculum: numbers
-    grow over this many prompts from seed `first` on, which is ppo_llm.first_prompt(args).
+    partial: a wrong number of the right length gets half the share of its digits that are right. think: the prompt asks
+    for it. curriculum: numbers grow over this many prompts from seed `first` on, ppo_llm.first_prompt(args).
     """
 
     def __init__(self, split: str = "train", digits: int = 1, partial: bool = False, curriculum: int = 0,
-                 first: int = 0):  # fmt: skip
+                 first: int = 0, think: bool = False):  # fmt: skip
         numbers = range(10**digits)
         self.rows = split_rows([(a, b) for a in numbers for b in numbers], split)
         self.partial, self.curriculum, self.first = partial, curriculum if split == "train" else 0, first
+        self.task = " Think step by step, then give the answer." if think else ""
         if self.curriculum:
             self.rows.sort(key=max)
 
@@ -45,7 +46,7 @@ class Sums(gym.Env):
             known = 64 + len(self.rows) * max(0, seed - self.first) // self.curriculum
             row = random.Random(seed).randrange(min(known, len(self.rows)))
         self.a, self.b = self.rows[row]
-        return f"What is {self.a} + {self.b}?", {}
+        return f"What is {self.a} + {self.b}?{self.task}", {}
 
     def step(self, response):
         number, right = (re.findall(r"\d+", response.replace(",", "")) or [""])[-1], str(self.a + self.b)
@@ -53,6 +54,26 @@ class Sums(gym.Env):
         if self.partial and number != right and len(number) == len(right):
             reward = sum(map(str.__eq__, number, right)) / len(right) / 2
         return "", reward, True, False, {"success": number == right}
+
+
+class Largest(gym.Env):
+    """Prompts "Which of the numbers 59, 63, 15, 43 is the largest? ...", reward 1 if the answer's first number is it.
+
+    The answer is to go on with an explanation: its first tokens decide on a reward that comes with the last.
+    """
+
+    def __init__(self, split: str = "train"):
+        rng = random.Random(1)
+        self.rows = split_rows([rng.sample(range(10, 100), 4) for _ in range(2000)], split)
+
+    def reset(self, *, seed=None, options=None):
+        self.numbers = self.rows[(seed or 0) % len(self.rows)]
+        numbers = ", ".join(map(str, self.numbers))
+        return f"Which of the numbers {numbers} is the largest? Begin with the number, then explain.", {}
+
+    def step(self, response):
+        first = re.search(r"\d+", response)
+        return "", float(first is not None and int(first[0]) == max(self.numbers)), True, False, {}
 
 
 class Cheerful(gym.Env):
@@ -74,4 +95,5 @@ class Cheerful(gym.Env):
 
 
 gym.register("Sums-v0", entry_point=Sums)
+gym.register("Largest-v0", entry_point=Largest)
 gym.register("Cheerful-v0", entry_point=Cheerful)

@@ -60,8 +60,8 @@ def run(patch, folder, **flags):
 
 def test_all_forks_are_tested_and_say_what_they_do():
     assert [path.stem for path in FORKS] == (
-        "annealed_entropy best_and_worst cpu_adam critic_ranks frozen_blocks group_normalised joint_loss "
-        "length_penalty lora replay rollout_ranks tensor_parallel_sampler").split()  # fmt: skip
+        "adaptive_lambda annealed_entropy best_and_worst cpu_adam critic_ranks frozen_blocks group_normalised "
+        "joint_loss length_penalty lora replay rollout_ranks tensor_parallel_sampler").split()  # fmt: skip
     for path in FORKS:
         head, _, _ = path.read_text().partition("\n\ndiff --git a/ppo_llm.py b/ppo_llm.py\n")
         assert 40 < len(head) < 1500 and head.endswith(".")
@@ -86,6 +86,25 @@ def test_length_penalty(tmp_path):
     for row in rows:
         expected = 1 - 0.02 * row["objective/response_tokens"]
         assert row["objective/reward"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_adaptive_lambda(tmp_path):
+    """Every sample has the advantages that a run with its lambda for all samples would give it."""
+    ppo, rows, _ = run("adaptive_lambda", tmp_path, env_id="environments:Lengths-v0", lambda_alpha=0.5, kl_coef=0.0,
+                       sft_steps=0, max_prompt_tokens=48, max_new_tokens=12)  # fmt: skip
+    _, experience = ppo.calls["make_experience"][1]
+    lengths = experience.cpu_mask.sum(1)
+    assert experience.values.any() and len(set(lengths.tolist())) > 2
+    rewards = torch.zeros_like(experience.values)
+    rewards[torch.arange(len(experience)), experience.lengths - 1] = experience.sample_rewards
+    raw = torch.zeros_like(rewards)
+    for i, n in enumerate(lengths.tolist()):
+        one = slice(i, i + 1)
+        raw[one], _ = ppo.compute_gae(rewards[one], experience.values[one], experience.cpu_mask[one], 1.0,
+                                      max(0.0, 1 - 1 / (0.5 * n)))  # fmt: skip
+    assert torch.allclose(experience.advantages, ppo.masked_whiten(raw, experience.cpu_mask), atol=1e-5)
+    mean = float(lengths.float().mean())
+    assert rows[1]["critic/early_credit"] == pytest.approx(max(0.0, 1 - 1 / (0.5 * mean)) ** (mean - 1), rel=1e-3)
 
 
 def assert_no_critic(ppo, folder):

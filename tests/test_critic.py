@@ -1,0 +1,159 @@
+"""The critic: its two lambdas, metrics that do not flatter, and faults that its diagnosis has to name."""
+
+from unittest import mock
+
+import pytest
+import torch
+from test_train import lines, record
+
+pytestmark = pytest.mark.shared
+
+
+def describe(ppo, rewards, values, mask, **flags):
+    args = ppo.Args(**flags)
+    rewards, values = (torch.tensor(x, dtype=torch.float32) for x in (rewards, values))
+    mask = torch.tensor(mask, dtype=torch.bool)
+    advantages, _ = ppo.compute_gae(rewards, values, mask, args.gamma, args.gae_lambda)
+    return ppo.describe_values(rewards, values, advantages, mask, None, args)
+
+
+ROWS = dict(rewards=[[0, 0, 0, 1], [0, 0, 0, 3], [0, 0, 2, 0]], mask=[[0, 1, 1, 1], [0, 1, 0, 1], [1, 0, 1, 0]])
+
+
+def test_explained_variance_by_hand(ppo):
+    """Monte Carlo returns 1 1 1, 3 3 and 2 2; the first tokens' are 1 3 2, the last tokens' 1 3 2."""
+    values = [[9, 1, 2, 1], [9, 1, 9, 3], [2, 9, 1, 9]]  # errors 0 -1 0, 2 0 and 0 1; 0 2 0; 0 0 1
+    returns, errors = (torch.tensor(x, dtype=torch.float64) for x in ([1, 1, 1, 3, 3, 2, 2], [0, -1, 0, 2, 0, 0, 1]))
+    stats = describe(ppo, values=values, gae_lambda=0.3, **ROWS)
+    assert stats["explained_variance"] == pytest.approx(float(1 - errors.var() / returns.var()), abs=1e-6)
+    assert stats["explained_variance_first"] == pytest.approx(1 - (4 / 3) / 1, abs=1e-6)
+    assert stats["explained_variance_last"] == pytest.approx(1 - (1 / 3) / 1, abs=1e-6)
+    assert stats["value_mean"] == pytest.approx(11 / 7) and stats["return_mean"] == pytest.approx(13 / 7)
+    assert stats["return_std"] == pytest.approx(float(returns.std()))
+
+
+@pytest.mark.parametrize("gae_lambda", [1.0, 0.7])
+def test_gain_is_1_for_a_constant_above_for_knowledge_and_below_for_noise(ppo, gae_lambda):
+    rewards = [[0, 0, 0, n % 7 / 3] for n in range(64)]
+    mask, mean = [[0, 1, 1, 1]] * 64, sum(row[3] for row in rewards) / 64
+    gain = lambda values: describe(ppo, rewards, values, mask, gae_lambda=gae_lambda)["gain"]
+    assert gain([[mean] * 4] * 64) == pytest.approx(1, abs=1e-4)
+    assert gain([[mean + 0.7 * (row[3] - mean)] * 4 for row in rewards]) > 4
+    generator = torch.Generator().manual_seed(0)
+    assert gain((mean + 0.5 * torch.randn(64, 4, generator=generator)).tolist()) < 0.9
+    if gae_lambda == 1:
+        assert gain([[0.0] * 4] * 64) == pytest.approx(1, abs=1e-4)  # a dead critic is no worse than a constant
+
+
+def test_a_critic_that_only_repeats_itself_explains_nothing(ppo):
+    """The returns of a small lambda are nearly the values; to explain these is no merit."""
+    values, rewards = torch.randn(64, 30), torch.zeros(64, 30)
+    rewards[:, -1] = torch.randn(64)
+    mask = torch.ones(64, 30, dtype=torch.bool)
+    _, returns = ppo.compute_gae(rewards, values, mask, 1.0, 0.0)
+    assert float((returns[:, :-1] - values[:, 1:]).abs().max()) < 1e-6
+    assert describe(ppo, rewards.tolist(), values.tolist(), mask.tolist())["explained_variance"] < -0.5
+
+
+def test_advantages_and_returns_have_lambdas_of_their_own(ppo, tmp_path):
+    run = record(ppo, tmp_path, gae_lambda=0.3, critic_lambda=0.8, critic_lr=0.01, kl_coef=0.1, kl_in="reward")
+    experience, gae = run.experiences[1], run.calls["compute_gae"][1]
+    rewards, values, mask = gae["rewards"], gae["values"], experience.mask
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for i in range(len(experience)):
+        columns = mask[i].nonzero()[:, 0].tolist()
+        for lambda_, out in ((0.3, advantages), (0.8, returns)):
+            chain, nextvalue = 0.0, 0.0
+            for t in reversed(columns):
+                chain = rewards[i, t] + nextvalue - values[i, t] + lambda_ * chain
+                nextvalue, out[i, t] = values[i, t], chain
+    assert values[mask].abs().min() > 1e-4
+    torch.testing.assert_close(experience.advantages, ppo.masked_whiten(advantages, mask), rtol=0, atol=1e-4)
+    torch.testing.assert_close(experience.returns, (returns + values) * mask, rtol=0, atol=1e-5)
+
+
+HEALTHY = dict(
+    explained_variance=0.4, explained_variance_first=0.1, explained_variance_last=0.5, gain=1.5, value_mean=0.5,
+    value_std=0.2, return_mean=0.55, return_std=0.3, steps=8, change=0.05, clipped=0.1, explained_after=0.5,
+    reward_std=0.3, grad_norm_over_clip=0.5, early_credit=0.5)  # fmt: skip
+FAR = dict(value_mean=-3.0, explained_variance=0.0)
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({}, None), (dict(steps=0), "critic_not_trained"), (dict(reward_std=0.0), "reward_constant"),
+    (FAR | dict(clipped=0.9), "value_clip_binds"), (FAR | dict(grad_norm_over_clip=1e4), "gradient_clip_binds"),
+    (FAR, "critic_lr_too_small"), (FAR | dict(change=1.0), "critic_behind"),
+    (dict(early_credit=0.001, explained_variance=0.1), "lambda_hides_reward"), (dict(early_credit=0.001), None),
+    (dict(explained_variance=0.0, value_std=0.01), "values_constant"), (dict(value_std=0.01), None),
+    (dict(gain=0.7, explained_after=0.9), "critic_overfits"),
+    (dict(gain=0.7, explained_after=0.1), "worse_than_constant"),
+    (dict(explained_variance=float("nan"), gain=float("nan"), explained_after=float("nan")), None),
+])  # fmt: skip
+def test_diagnosis_of_signals(ppo, changes, expected):
+    diagnosis = ppo.diagnose_values(HEALTHY | changes)
+    assert diagnosis.cause == expected and diagnosis.evidence and (diagnosis.advice or expected is None)
+
+
+def with_rewards(shape):
+    """`shape(batch, iteration)` [N] takes the place of the samples' rewards."""
+
+    def roll(original, *args):
+        batch = original(*args)
+        batch.rewards.zero_()
+        batch.rewards[torch.arange(len(batch.lengths)), batch.lengths - 1] = shape(batch, args[6])
+        return batch
+
+    return "rollout", roll
+
+
+def noise(batch, iteration):
+    return torch.randn(len(batch.lengths), generator=torch.Generator().manual_seed(iteration + 100))
+
+
+def mean_value(original, critic, mb):
+    values = original(critic, mb)
+    return values.sum() / max(1, mb.n_tokens) * mb.mask
+
+
+def noisy_value(original, critic, mb):
+    values = original(critic, mb)
+    return (values + torch.randn(values.shape, generator=torch.Generator().manual_seed(mb.n_tokens))) * mb.mask
+
+
+LENGTH = with_rewards(lambda batch, iteration: batch.mask.sum(1).float())
+FAULTS = {  # name: (flags, cause, function of the script, what replaces it)
+    "healthy": ({}, None),
+    "no epochs": (dict(critic_epochs=0), "critic_not_trained"),
+    "constant reward": (dict(env_id="environments:Constant-v0"), "reward_constant"),
+    "large rewards": ({}, "value_clip_binds", *with_rewards(lambda batch, _: 20 + batch.mask.sum(1).float())),
+    "tiny gradients": (dict(max_grad_norm=1e-9), "gradient_clip_binds", *LENGTH),
+    "tiny learning rate": (dict(critic_lr=1e-7), "critic_lr_too_small", *LENGTH),
+    "rewards that run away": (
+        dict(value_clip=None), "critic_behind",
+        *with_rewards(lambda batch, i: 0.6 * i + batch.mask.sum(1) / 10)),
+    "small lambda": (dict(gae_lambda=0.2), "lambda_hides_reward", *with_rewards(noise)),
+    "one value for all states": ({}, "values_constant", "sampled_values", mean_value),
+    "memory": (
+        dict(critic_epochs=40, critic_lr=2e-3, value_clip=None, train_batch_size=64),
+        "critic_overfits", *with_rewards(noise)),
+    "noise": ({}, "worse_than_constant", "sampled_values", noisy_value),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_in_the_loop_is_named_after_five_iterations(ppo, tmp_path, monkeypatch, name):
+    flags, expected, *replaced = FAULTS[name]
+    if replaced:
+        function, change = replaced
+        original = getattr(ppo, function)
+        monkeypatch.setattr(ppo, function, lambda *args: change(original, *args))
+    printed = []
+    monkeypatch.setattr(ppo, "print0", printed.append)
+    monkeypatch.setattr(ppo, "SummaryWriter", mock.Mock())
+    sizes = dict(rollout_batch_size=64, train_batch_size=16, num_iterations=12, sft_steps=0, max_new_tokens=5,
+                 eval_episodes=1, save_every=0, env_id="environments:Plain-v0", actor_lr=1e-5)  # fmt: skip
+    ppo.train(ppo.Args(**sizes | flags | dict(log_dir=str(tmp_path), run_name="run")))
+    causes = [row.get("critic/diagnosis") for row in lines(tmp_path / "run")]
+    printed = [line.split(": ")[1] for line in printed if line.startswith("  critic: ")]
+    assert causes[:4] == [None] * 4  # not at once
+    assert printed == ([expected] if expected else []) and set(causes[4:]) >= {expected}, (causes, printed)
