@@ -1,5 +1,7 @@
 """--critic-model: what a critic may start from, that it is exported so that it can be a start, and what is refused."""
 
+import json
+
 import pytest
 import torch
 from test_bad_input import model_folder, refuse
@@ -61,6 +63,9 @@ def test_transformers_loads_the_exported_critic_with_the_same_values(ppo, tmp_pa
     language_model = transformers.AutoModelForCausalLM.from_config(hf_config(family))
     randomize(language_model).save_pretrained(tmp_path / "model")
     hf_tokenizer().save_pretrained(tmp_path / "model")
+    raw = json.loads((tmp_path / "model" / "config.json").read_text())
+    raw.pop("pad_token_id")  # many checkpoints have none; transformers cannot pad a batch for such a classifier
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
     args, world = ppo.Args(critic_model=str(tmp_path / "model")), ppo.World(torch.device("cpu"))
     config, tokenizer = ppo.load_config_and_tokenizer(args.critic_model)
     critic = ppo.build_model(config, "scalar", args, world)
