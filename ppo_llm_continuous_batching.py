@@ -610,8 +610,9 @@ class Experience:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     sample_rewards: Tensor | None = None  # [N] without the KL, for the log
+    # Monte Carlo returns, the sums of all rewards still to come, by which the log judges the critic.
+    mc_returns: Tensor | None = None
     advantage_std: float = 0.0  # before whitening, for the diagnosis
-    value_stats: dict[str, float] = field(default_factory=dict)  # how good the values are
 
     @classmethod
     def from_rollout(cls, batch: Rollout, device: torch.device) -> Experience:
@@ -783,7 +784,7 @@ def make_experience(
         bootstrap = after[rows, last] * truncated  # [N]
     advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
     _, returns = compute_gae(rewards, values, mask, args.gamma, args.critic_lambda, bootstrap)
-    value_stats = describe_values(rewards, values, advantages, mask, bootstrap, args)
+    _, mc_returns = compute_gae(rewards, values, mask, args.gamma, 1.0, bootstrap)  # for the log
     advantage_std = float(advantages[mask].std()) if experience.n_tokens > 1 else 0.0
     if advantage_std < 1e-6:
         # All tokens are equally good, but for rounding errors, which whitening would amplify.
@@ -798,7 +799,7 @@ def make_experience(
     return dataclasses.replace(
         experience, iteration=iteration, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
         values=values, advantages=advantages, returns=returns, sample_rewards=sample_rewards,
-        advantage_std=advantage_std, value_stats=value_stats)  # fmt: skip
+        mc_returns=mc_returns, advantage_std=advantage_std)  # fmt: skip
 
 
 def minibatches(
@@ -2017,7 +2018,7 @@ def make_envs(args: Args, world: World, evaluation: bool = False) -> list[gym.En
         return [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
 
 
-# === 9. Statistics, evaluation, diagnosis of the ratio ===
+# === 9. Statistics, evaluation, diagnosis ===
 
 
 class Clock:
@@ -2128,30 +2129,34 @@ def metrics(
     return row
 
 
-def describe_values(rewards, values, advantages, mask, bootstrap, args) -> dict[str, float]:
-    """How good the values [N, T] of a rollout are, before the critic has learned from it.
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - Var(return - value) / Var(return), of tensors [n].
 
-    They are compared with Monte Carlo returns, the sums of all rewards still to come, not with the
-    returns that the critic learns: with a lambda below 1 these contain the values themselves, and
-    explaining them flatters the critic. `advantages` are those of GAE, before whitening.
-
-    explained_variance is 1 - Var(return - value) / Var(return): 1 for perfect values, 0 for a
-    constant, below 0 for values that are worse than a constant; of all sampled tokens, and of the
-    first and the last of each sample. gain is the variance of the advantages that a constant
-    baseline, the mean return, would give with the same lambda over that of the advantages: below 1
-    the critic adds noise (https://arxiv.org/abs/2604.19485).
+    It is 1 if the values predict the returns up to a constant, 0 for values that are all the same,
+    and below 0 for values that are worse than that.
     """
-    _, returns = compute_gae(rewards, values, mask, args.gamma, 1.0, bootstrap)
-    constant = torch.full_like(values, float(masked_mean(returns, mask)))
-    baseline, _ = compute_gae(rewards, constant, mask, args.gamma, args.gae_lambda, bootstrap)
-    errors, place = returns - values, mask.cumsum(1)
-    first, last = mask & (place == 1), mask & (place == mask.sum(1, keepdim=True))
-    explained = lambda where: float(1 - errors[where].var() / returns[where].var())
+    return float(1 - (returns - values).var() / returns.var())
+
+
+def describe_values(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
+    """How good the values [N, T] of a rollout are. The critic has not learned from it yet.
+
+    `returns` must be Monte Carlo returns. The returns that the critic learns contain the values
+    themselves if --critic-lambda is below 1: to explain these is no merit.
+
+    gain is the variance of the advantages that a constant baseline would give, over that of the
+    advantages with the critic, both with a lambda of 1: how many times more samples a constant
+    would need. Below 1 the critic adds noise (https://arxiv.org/abs/2604.19485). A lambda below 1
+    lowers both variances by withholding the reward from early tokens, which is no merit, either.
+    """
+    n = mask.cumsum(1)  # [N, T] at a sampled token: which of its sample it is, from 1
+    first, last = mask & (n == 1), mask & (n == n[:, -1:])
+    explained = explained_variance(values[mask], returns[mask])
     return {
-        "explained_variance": explained(mask),
-        "explained_variance_first": explained(first),
-        "explained_variance_last": explained(last),
-        "gain": float(baseline[mask].var() / advantages[mask].var()),
+        "explained_variance": explained,
+        "explained_variance_first": explained_variance(values[first], returns[first]),
+        "explained_variance_last": explained_variance(values[last], returns[last]),
+        "gain": float(returns[mask].var() / (returns - values)[mask].var()),
         "value_mean": float(values[mask].mean()),
         "value_std": float(values[mask].std()),
         "return_mean": float(returns[mask].mean()),
@@ -2178,12 +2183,12 @@ def evaluate(sampler, tokenizer, reward_model, envs, iteration, args, world) -> 
 
 @dataclass
 class Diagnosis:
-    """Why the importance ratio is stuck at 1, off, or clipped too often. cause None: healthy."""
+    """Why the importance ratio is stuck, off, or clipped too often; or what ails the critic."""
 
-    cause: str | None
+    cause: str | None  # None: healthy
     advice: str
     evidence: str
-    signals: dict  # see RatioProbe
+    signals: dict  # see diagnose_ratio and diagnose_values
     is_first: bool = False  # of the run
 
     def refuse_broken_ratio(self) -> None:
@@ -2323,71 +2328,77 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     return because(None)
 
 
-LASTING = 5  # iterations in a row in which the critic must have the same fault before it is named
-
-
 def diagnose_critic(critic, experience, steps, state, args, world) -> Diagnosis:
-    """Whether the critic is worth having: after its updates, by a forward pass of some samples."""
+    """Whether the critic is worth having. After its updates, by a forward pass of some samples.
+
+    The state remembers what the next iteration compares with, and a cause is named only if it has
+    lasted for some iterations, see TrainState.remember.
+    """
     some = experience[torch.arange(max(1, len(experience) // 8))]
     newvalues = forward_all(lambda mb: sampled_values(critic, mb), some, args, world)
-    change = (newvalues - some.values)[some.mask].abs()  # [n]
-    errors, returns = (some.returns - newvalues)[some.mask], some.returns[some.mask]
-    made = [step for step in steps if not step["skipped"]]
-    norm = token_mean(made, "grad_norm") or 0.0
+    change = float((newvalues - some.values)[some.mask].abs().mean())
     tokens = experience.n_tokens / len(experience)  # of a sample
-    signals = experience.value_stats | {
+    signals = describe_values(experience.values, experience.mc_returns, experience.mask)
+    distance = abs(signals["value_mean"] - signals["return_mean"])
+    signals |= {
+        "explained_after": explained_variance(newvalues[some.mask], some.mc_returns[some.mask]),
+        "change": change,
+        "change_over_clip": change / args.value_clip if args.value_clip else 0.0,
+        "distance": distance,
+        "distance_before": state.value_distance,
+        "scale": max(state.return_scale, signals["return_std"]),
         "reward_std": float(experience.sample_rewards.std(correction=0)),
-        "steps": len(made),
-        "change": float(change.mean()),
-        "clipped": float((change > (args.value_clip or math.inf)).float().mean()),
-        "explained_after": float(1 - errors.var() / returns.var()),
-        "grad_norm_over_clip": norm / args.max_grad_norm,
-        "early_credit": (args.gamma * args.gae_lambda) ** max(0.0, tokens - 1),
+        "last_reward_weight": (args.gamma * args.gae_lambda) ** max(0.0, tokens - 1),
+        "steps": sum(not step["skipped"] for step in steps),
     }
-    diagnosis = diagnose_values(signals)
-    is_same = diagnosis.cause == state.critic_cause
-    state.critic_cause_iterations = 1 + state.critic_cause_iterations * is_same
-    state.critic_cause = diagnosis.cause
-    if state.critic_cause_iterations < LASTING:
-        diagnosis.cause = None
-    return diagnosis
+    return state.remember(diagnose_values(signals))
 
 
 def diagnose_values(signals: dict) -> Diagnosis:
     """The cause that fits the signals of a critic: the first of these that does.
 
-    Besides those of describe_values, which are from before the updates, they are: reward_std, the
-    standard deviation of the samples' rewards without KL; `steps` of the critic; `change` of the
-    values by them, a mean over tokens, and the share of tokens whose change is `clipped` by
-    --value-clip; what part of the variance of the returns is explained_after them, of samples that
-    they have seen; the norm of the gradient over --max-grad-norm; and early_credit, the weight that
-    the last reward of a sample has in the advantage of its first token.
+    Besides those of describe_values, which are from before the updates, the signals are
+
+        explained_after     the explained variance after the updates, of samples they were made on
+        change              by how much the updates changed the values, a mean over tokens
+        change_over_clip    the same as a multiple of --value-clip
+        distance            of the mean value from the mean return
+        distance_before     the same in the iteration before
+        scale               the largest return_std of the run so far
+        reward_std          the standard deviation of the samples' rewards, without KL
+        last_reward_weight  of a sample's last reward in the advantage of its first token, by lambda
+        steps               optimizer steps of the critic
     """
     s = types.SimpleNamespace(**signals)
     evidence = ", ".join(f"{name} {value:.2g}" for name, value in signals.items())
     because = lambda cause, advice="": Diagnosis(cause, advice, evidence, signals)
-    distance = abs(s.value_mean - s.return_mean)
+    # The level of the returns takes a while to learn. It is a fault only if that does not go on.
+    is_far = s.distance > s.scale / 2 and s.distance > 0.95 * s.distance_before
+    # When nearly all samples earn the same, what is left is noise, and no reason to worry.
+    returns_vary = s.return_std > s.scale / 4
 
     if s.steps == 0:
-        return because("critic_not_trained", "see --critic-epochs; NaN in values?")
+        return because("critic_not_trained", "see --critic-epochs; are values NaN?")
     if s.reward_std < 1e-6:
-        return because("reward_constant", "all samples earn the same: nothing to predict")
-    if distance > s.return_std / 2 and s.clipped > 0.5:
-        return because("value_clip_binds", "raise --value-clip, or None")
-    if distance > s.return_std / 2 and s.grad_norm_over_clip > 100:
-        return because("gradient_clip_binds", "raise --max-grad-norm, or scale the rewards down")
-    if distance > s.return_std / 2 and s.change < distance / 20:
-        return because("critic_lr_too_small", "values do not arrive: raise --critic-lr")
-    if distance > s.return_std / 2:
-        return because("critic_behind", "more --critic-epochs, or lower --actor-lr")
-    if s.early_credit < 0.01 and s.explained_variance < 0.2:
-        return because("lambda_hides_reward", "raise --gae-lambda")
-    if s.explained_variance < 0.05 and s.value_std < s.return_std / 20:
-        return because("values_constant", "raise --critic-lr; or nothing tells what will be earned")
-    if s.gain < 0.98 and s.explained_after > 0.5:
-        return because("critic_overfits", "fewer --critic-epochs, or more samples an iteration")
-    if s.gain < 0.98:
-        return because("worse_than_constant", "lower --critic-lr, or --critic-warmup-iterations")
+        return because("reward_constant", "all samples earn the same: all right, or nothing is?")
+    if is_far and s.change_over_clip > 0.8:
+        return because("value_clip_binds", "large rewards: raise --value-clip, or set it to None")
+    if is_far and s.change < s.distance / 20:
+        return because("critic_lr_too_small", "values hardly move: raise --critic-lr")
+    if is_far:
+        return because("critic_behind", "returns move faster than values: raise --critic-epochs")
+    if returns_vary and s.explained_variance < 0.05 and s.value_std < s.return_std / 20:
+        return because("values_constant", "raise --critic-lr, unless rewards cannot be predicted")
+    if returns_vary and s.gain < 0.98 and s.explained_after > 0.5:
+        return because("critic_overfits", "lower --critic-epochs, or more samples an iteration")
+    if returns_vary and s.gain < 0.98:
+        return because("worse_than_constant", "lower --critic-lr, raise --critic-warmup-iterations")
+    if s.last_reward_weight < 0.01 and s.explained_variance < 0.2:
+        return because(
+            "lambda_hides_reward",
+            "early tokens learn nothing of a reward at the end: raise --gae-lambda, and "
+            "--critic-lambda, without which the critic cannot tell them either",
+        )
     return because(None)
 
 
@@ -2941,8 +2952,10 @@ class TrainState:
     critic_steps: int = 0
     skipped_in_a_row: list = field(default_factory=lambda: [0, 0])  # of actor and critic
     last_cause: str | None = None  # of the diagnosis of the ratio
-    critic_cause: str | None = None  # of that of the critic, and in how many iterations in a row
-    critic_cause_iterations: int = 0
+    critic_cause: str | None = None  # of that of the critic
+    critic_cause_iterations: int = 0  # in how many iterations in a row it has been the same
+    value_distance: float = math.inf  # see diagnose_values
+    return_scale: float = 0.0  # see diagnose_values
     eval_before: dict | None = None
     file_sizes: dict = field(default_factory=dict)  # of *.jsonl, in bytes
 
@@ -2956,6 +2969,18 @@ class TrainState:
                 self.skipped_in_a_row[i] = self.skipped_in_a_row[i] + 1 if step["skipped"] else 0
         if max(self.skipped_in_a_row) >= 20:
             raise UserError("20 consecutive gradients were not finite: lower the learning rates")
+
+    LASTING: typing.ClassVar[int] = 5  # iterations after which a fault of the critic is named
+
+    def remember(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Of the critic, for the next one. Returned without its cause if it has not lasted yet."""
+        self.value_distance = diagnosis.signals["distance"]
+        self.return_scale = diagnosis.signals["scale"]
+        is_same = diagnosis.cause == self.critic_cause
+        self.critic_cause_iterations = self.critic_cause_iterations + 1 if is_same else 1
+        self.critic_cause = diagnosis.cause
+        has_lasted = self.critic_cause_iterations >= self.LASTING
+        return diagnosis if has_lasted else dataclasses.replace(diagnosis, cause=None)
 
     def is_due_for_evaluation(self, args: Args) -> bool:
         """At the beginning of every `eval_every`-th iteration; before the first there was one."""
@@ -3051,7 +3076,7 @@ class RunFolder:
         if cause and cause != state.last_cause:
             print0(f"  ratio: {cause}: {diagnosis.advice} ({diagnosis.evidence})")
         state.last_cause = cause
-        if critic_diagnosis.cause and state.critic_cause_iterations == LASTING:
+        if critic_diagnosis.cause and state.critic_cause_iterations == state.LASTING:
             advice = f"{critic_diagnosis.advice} ({critic_diagnosis.evidence})"
             print0(f"  critic: {critic_diagnosis.cause}: {advice}")
         kl = f"KL {row['objective/kl']:.4f}, " if args.kl_coef else ""
@@ -3063,7 +3088,8 @@ class RunFolder:
 
     def print_results(self, when: str, results: dict) -> None:
         sampled, greedy = results["accuracy"], results["greedy_accuracy"]
-        print0(f"accuracy {when} PPO: {sampled:.1%} sampled, {greedy:.1%} greedy")
+        accuracy = f"{sampled:.1%} sampled, {greedy:.1%} greedy"
+        print0(f"accuracy {when} PPO: {accuracy}; reward {results['reward']:.3f}")
 
     def __exit__(self, kind, error, traceback) -> None:
         for number, handler in self.handlers.items():

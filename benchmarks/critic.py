@@ -30,6 +30,9 @@ SETTINGS = {
     "1e-4": dict(critic_lr=1e-4, critic_lambda=0.95),
     "1e-4, returns 1": dict(critic_lr=1e-4, critic_lambda=1.0),
     "1e-4, both 1": dict(critic_lr=1e-4, critic_lambda=1.0, gae_lambda=1.0),
+    "3e-4, returns 1": dict(critic_lr=3e-4, critic_lambda=1.0),
+    "1e-4, returns 1, 6 epochs": dict(critic_lr=1e-4, critic_lambda=1.0, critic_epochs=6),
+    "1e-4, returns 1, no value clip": dict(critic_lr=1e-4, critic_lambda=1.0, value_clip=None),
 }
 
 

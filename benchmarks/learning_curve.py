@@ -42,10 +42,12 @@ def train(seed: int) -> list[dict]:
             "greedy": sum(best.success) / EPISODES, "prompts": sampled.prompts[:6], "responses": sampled.texts[:6],
         })  # fmt: skip
 
-    def export(actor, config, tokenizer, folder):  # the end of a run
+    def export(model, config, tokenizer, folder):  # the end of a run
+        if model.head != "lm":  # the critic
+            return
         args = ppo_llm.Args(seed=seed)
         ppo_llm.validate(args)
-        evaluate(actor, tokenizer, args, args.num_iterations)
+        evaluate(model, tokenizer, args, args.num_iterations)
 
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -89,7 +89,7 @@ def copied(whole, tmp_path):
 
 CASES = {
     "in the middle of updates": ("policy_loss", 10, KL),
-    "between rollout and updates of critic warm-up": ("describe_values", 2, WARMUP),
+    "between rollout and updates of critic warm-up": ("compute_gae", 4, WARMUP),
     "logged and not saved, a moving reference, evaluations on the way": (
         "save_checkpoint", 2, dict(kl_coef=0.1, kl_in="loss", ref_sync_every=2, ref_sync_alpha=0.5, eval_every=1)),
     "before the first checkpoint, several turns, warm start": (

@@ -104,7 +104,7 @@ def test_adaptive_lambda(tmp_path):
                                       max(0.0, 1 - 1 / (0.5 * n)))  # fmt: skip
     assert torch.allclose(experience.advantages, ppo.masked_whiten(raw, experience.cpu_mask), atol=1e-5)
     mean = float(lengths.float().mean())
-    assert rows[1]["critic/early_credit"] == pytest.approx(max(0.0, 1 - 1 / (0.5 * mean)) ** (mean - 1), rel=1e-3)
+    assert rows[1]["critic/last_reward_weight"] == pytest.approx(max(0.0, 1 - 1 / (0.5 * mean)) ** (mean - 1), rel=1e-3)
 
 
 def assert_no_critic(ppo, folder):
