@@ -1,0 +1,101 @@
+"""Does the critic pay? The embedded model with a critic, with a constant baseline, and with advantages of groups.
+
+    python benchmarks/critic_pays.py TASK METHOD SEED [SEED ...]   # adds a line for each seed to critic_pays.jsonl
+    python benchmarks/critic_pays.py table                         # samples and seconds to 90 %
+
+Every method gets 256 samples an iteration and otherwise the defaults; groups are four samples of one prompt, by
+tests/forks/group_normalised.patch. Accuracy is that of the rollouts, which are sampled, each of prompts that were not
+asked before; a level is reached where the mean over five iterations is above it. Seconds are those of iterations.
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import common
+import key_task  # noqa: F401, registers the environment
+import torch
+
+ROOT, RESULTS = Path(__file__).resolve().parent.parent, Path(__file__).with_suffix(".jsonl")
+TASKS = {
+    "sort": dict(num_iterations=270),  # the default task
+    "key": dict(env_id="Key-v0", env_kwargs='{"letters": 14}', num_iterations=80, sft_steps=400, max_prompt_tokens=18,
+                max_new_tokens=18),
+}  # fmt: skip
+METHODS = {
+    "critic": {},
+    "critic, returns 1": dict(critic_lambda=1.0),
+    "critic, both 1": dict(critic_lambda=1.0, gae_lambda=1.0),
+    "constant": dict(critic_epochs=0, gae_lambda=1.0),  # all values are 0, and advantages are whitened
+    "group": dict(rollout_batch_size=64, n_samples_per_prompt=4),
+}
+
+
+def script(method: str, folder: str):
+    """ppo_llm.py, patched for groups."""
+    if method != "group":
+        return common.ppo_llm
+    path = Path(folder, "ppo_llm.py")
+    path.write_bytes((ROOT / "ppo_llm.py").read_bytes())
+    subprocess.run(["git", "apply", ROOT / "tests" / "forks" / "group_normalised.patch"], cwd=folder, check=True)
+    spec = importlib.util.spec_from_file_location("ppo_llm", path)
+    sys.modules["ppo_llm"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(task: str, method: str, seed: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        ppo = script(method, folder)
+        ppo.train(ppo.Args(seed=seed, device="cpu", log_dir=folder, run_name="run", save_every=0, eval_episodes=1,
+                           **TASKS[task] | METHODS[method]))  # fmt: skip
+        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    names = "objective/accuracy", "time/iteration", "critic/explained_variance", "critic/gain", "critic/diagnosis"
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return {"task": task, "method": method, "seed": seed, "samples": rows[0]["charts/episodes"]} | columns
+
+
+def reached(result: dict, level: float = 0.9) -> int | None:
+    """The number of iterations until the level is reached."""
+    accuracy = result["objective/accuracy"]
+    for i in range(5, len(accuracy) + 1):
+        if statistics.mean(accuracy[i - 5 : i]) >= level:
+            return i
+    return None
+
+
+def table() -> None:
+    results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    common.table(["task", "method", "seeds", "samples to 90 %, median (range)", "not reached", "seconds", "in the end"])
+    for task in TASKS:
+        for method in METHODS:
+            runs = [each for each in results if (each["task"], each["method"]) == (task, method)]
+            if runs:
+                whole = [(each, reached(each)) for each in runs]
+                done = [(each, n) for each, n in whole if n]
+                samples = [n * each["samples"] for each, n in done]
+                seconds = [sum(each["time/iteration"][:n]) for each, n in done]
+                last = [statistics.mean(each["objective/accuracy"][-10:]) for each in runs]
+                common.line([task, method, len(runs), common.spread(samples) if done else "", len(runs) - len(done),
+                             common.spread(seconds) if done else "", f"{statistics.median(last):.1%}"])  # fmt: skip
+
+
+def main():
+    torch.set_num_threads(1)
+    if sys.argv[1] == "table":
+        return table()
+    task, method, *seeds = sys.argv[1:]
+    for seed in map(int, seeds):
+        line = json.dumps(run(task, method, seed))
+        with open(RESULTS, "a") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
