@@ -70,6 +70,10 @@ def reached(result: dict, level: float = 0.9) -> int | None:
     return None
 
 
+def spread(numbers: list[float]) -> str:
+    return f"{statistics.median(numbers):,.0f} ({min(numbers):,.0f} - {max(numbers):,.0f})" if numbers else ""
+
+
 def table() -> None:
     results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     common.table(["task", "method", "seeds", "samples to 90 %, median (range)", "not reached", "seconds", "in the end"])
@@ -82,8 +86,8 @@ def table() -> None:
                 samples = [n * each["samples"] for each, n in done]
                 seconds = [sum(each["time/iteration"][:n]) for each, n in done]
                 last = [statistics.mean(each["objective/accuracy"][-10:]) for each in runs]
-                common.line([task, method, len(runs), common.spread(samples) if done else "", len(runs) - len(done),
-                             common.spread(seconds) if done else "", f"{statistics.median(last):.1%}"])  # fmt: skip
+                common.line([task, method, len(runs), spread(samples), len(runs) - len(done), spread(seconds),
+                             f"{statistics.median(last):.1%}"])  # fmt: skip
 
 
 def main():
