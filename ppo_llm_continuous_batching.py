@@ -2151,9 +2151,8 @@ def describe_values(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, 
     """
     n = mask.cumsum(1)  # [N, T] at a sampled token: which of its sample it is, from 1
     first, last = mask & (n == 1), mask & (n == n[:, -1:])
-    explained = explained_variance(values[mask], returns[mask])
     return {
-        "explained_variance": explained,
+        "explained_variance": explained_variance(values[mask], returns[mask]),
         "explained_variance_first": explained_variance(values[first], returns[first]),
         "explained_variance_last": explained_variance(values[last], returns[last]),
         "gain": float(returns[mask].var() / (returns - values)[mask].var()),
