@@ -2018,9 +2018,11 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 - Var(return - value) / Var(return), of tensors [n].
 
     It is 1 if the values predict the returns up to a constant, 0 for values that are all the same,
-    and below 0 for values that are worse than that.
+    and below 0 for values that are worse than that. NaN if all returns are equal up to rounding.
     """
-    return float(1 - (returns - values).var() / returns.var())
+    variance = returns.var()
+    explained = 1 - (returns - values).var() / variance
+    return float(explained) if variance > 1e-10 else math.nan
 
 
 def describe_values(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
@@ -2036,11 +2038,12 @@ def describe_values(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, 
     """
     n = mask.cumsum(1)  # [N, T] at a sampled token: which of its sample it is, from 1
     first, last = mask & (n == 1), mask & (n == n[:, -1:])
+    explained = explained_variance(values[mask], returns[mask])
     return {
-        "explained_variance": explained_variance(values[mask], returns[mask]),
+        "explained_variance": explained,
         "explained_variance_first": explained_variance(values[first], returns[first]),
         "explained_variance_last": explained_variance(values[last], returns[last]),
-        "gain": float(returns[mask].var() / (returns - values)[mask].var()),
+        "gain": 1 / max(1 - explained, 1e-6),  # NaN if that is
         "value_mean": float(values[mask].mean()),
         "value_std": float(values[mask].std()),
         "return_mean": float(returns[mask].mean()),

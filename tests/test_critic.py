@@ -1,5 +1,6 @@
 """The critic: its two lambdas, metrics that do not flatter, and faults that its diagnosis has to name."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -26,6 +27,13 @@ def test_explained_variance_by_hand(ppo):
     assert stats["explained_variance_last"] == pytest.approx(1 - (1 / 3) / 1, abs=1e-6)
     assert stats["value_mean"] == pytest.approx(11 / 7) and stats["return_mean"] == pytest.approx(13 / 7)
     assert stats["return_std"] == pytest.approx(float(returns.std()))
+
+
+def test_of_equal_returns_nothing_can_be_explained(ppo):
+    """Their variance is rounding, and so would be a share of it."""
+    returns, values, mask = 0.7 + 1e-7 * torch.rand(9, 2), torch.rand(9, 2), torch.ones(9, 2, dtype=torch.bool)
+    stats = ppo.describe_values(values, returns, mask)
+    assert all(math.isnan(stats[name]) for name in stats if name.startswith("explained") or name == "gain")
 
 
 def test_gain_is_1_for_a_constant_above_for_knowledge_and_below_for_noise(ppo):
