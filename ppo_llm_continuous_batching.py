@@ -610,7 +610,7 @@ class Experience:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     sample_rewards: Tensor | None = None  # [N] without the KL, for the log
-    # Monte Carlo returns, the sums of all rewards still to come, by which the log judges the critic.
+    # Monte Carlo returns, the sums of all rewards still to come. The critic is judged by them.
     mc_returns: Tensor | None = None
     advantage_std: float = 0.0  # before whitening, for the diagnosis
 
@@ -2135,8 +2135,8 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     It is 1 if the values predict the returns up to a constant, 0 for values that are all the same,
     and below 0 for values that are worse than that. NaN if all returns are equal up to rounding.
     """
-    variance = returns.var()
-    explained = 1 - (returns - values).var() / variance
+    variance = returns.var(correction=0)
+    explained = 1 - (returns - values).var(correction=0) / variance
     return float(explained) if variance > 1e-10 else math.nan
 
 
@@ -2374,9 +2374,11 @@ def diagnose_values(signals: dict) -> Diagnosis:
     s = types.SimpleNamespace(**signals)
     evidence = ", ".join(f"{name} {value:.2g}" for name, value in signals.items())
     because = lambda cause, advice="": Diagnosis(cause, advice, evidence, signals)
-    # The level of the returns takes a while to learn. It is a fault only if that does not go on.
+    # The critic takes a while to learn the level of the returns. To be far from it is a fault only
+    # if the distance does not shrink.
     is_far = s.distance > s.scale / 2 and s.distance > 0.95 * s.distance_before
-    # When nearly all samples earn the same, what is left is noise, and no reason to worry.
+    # Towards the end of a successful run nearly all samples earn the same. What is left of the
+    # variance is then noise, which no critic can predict.
     returns_vary = s.return_std > s.scale / 4
 
     if s.steps == 0:
@@ -2975,7 +2977,10 @@ class TrainState:
     LASTING: typing.ClassVar[int] = 5  # iterations after which a fault of the critic is named
 
     def remember(self, diagnosis: Diagnosis) -> Diagnosis:
-        """Of the critic, for the next one. Returned without its cause if it has not lasted yet."""
+        """Keep what the critic's next diagnosis compares with.
+
+        Returns the diagnosis, without its cause if that has not lasted for LASTING iterations yet.
+        """
         self.value_distance = diagnosis.signals["distance"]
         self.return_scale = diagnosis.signals["scale"]
         is_same = diagnosis.cause == self.critic_cause
