@@ -12,13 +12,16 @@ one core, of `largest` 28, and 7 GB of memory.
 import json
 import statistics
 import sys
+import unittest.mock
 import warnings
 from pathlib import Path
 
 import common
 import learning_real
 import torch
+from common import ppo_llm
 
+SAMPLES = Path("runs/critic")  # of the runs made here
 RESULTS = Path(__file__).with_suffix(".jsonl")
 SUMS = learning_real.SUMS | dict(num_iterations=14, micro_batch_tokens=1024)
 TASKS = {
@@ -57,7 +60,16 @@ def main():
     if sys.argv[1] == "table":
         return table()
     folder, task, settings, seed = sys.argv[1:]
-    result = learning_real.ours(folder, TASKS[task] | SETTINGS[settings], int(seed))
+    kept, make_experience = [], ppo_llm.make_experience
+
+    def keep(*args):
+        kept.append(make_experience(*args))
+        return kept[-1]
+
+    with unittest.mock.patch.object(ppo_llm, "make_experience", keep):
+        result = learning_real.ours(folder, TASKS[task] | SETTINGS[settings], int(seed))
+    SAMPLES.mkdir(parents=True, exist_ok=True)
+    torch.save([vars(experience) for experience in kept], SAMPLES / f"{task}, {settings}, {seed}.pt")
     with open(RESULTS, "a") as file:
         file.write(json.dumps({"task": task, "settings": settings, "seed": int(seed)} | result) + "\n")
 

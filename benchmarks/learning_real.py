@@ -37,6 +37,7 @@ TASKS = {
     "sums": SUMS | dict(num_iterations=28),
     "sums, fast": FAST,
     "sums, as TRL": FAST | dict(max_grad_norm=1e9, lr_end=0.125),  # no clipping, the same mean learning rate
+    "sums, pairs": FAST | dict(num_iterations=4, max_grad_norm=1e9, lr_end=0.25),  # as TRL, shorter
     "sums, as TRL, to 0": FAST | dict(max_grad_norm=1e9, lr_end=0.0),
     "two digits": TWO,
     "two digits, partial": TWO | dict(env_kwargs='{"digits": 2, "partial": true}'),
@@ -44,6 +45,11 @@ TASKS = {
     **{f"cheerful, KL {kl:g}": CHEERFUL | dict(kl_coef=kl) for kl in (0.0, 1e-4, 0.01, 0.05)},
 }
 HELD_OUT = {"Sums-v0": 100, "Cheerful-v0": 40, "Largest-v0": 100}  # sampled answers
+
+
+def between_points(flags: dict) -> int:
+    """Iterations between two looks at the held-out prompts."""
+    return max(2, flags["num_iterations"] // 4)
 
 
 class HeldOut:
@@ -73,7 +79,7 @@ class HeldOut:
 def ours(folder: str, flags: dict, seed: int) -> dict:
     held_out, samplers, rows = HeldOut(folder, flags), [], []
     build, append = ppo_llm.build_models, ppo_llm.RunFolder.append
-    every = flags["num_iterations"] // 4 * flags["rollout_batch_size"]
+    every = between_points(flags) * flags["rollout_batch_size"]
 
     def build_models(*args):
         tokenizer, models = build(*args)
@@ -156,10 +162,13 @@ def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
         num_ppo_epochs=defaults.ppo_epochs, local_rollout_forward_batch_size=N, stop_token="eos",
         response_length=defaults.max_new_tokens, temperature=1.0, learning_rate=defaults.actor_lr,
         lr_scheduler_type="linear", kl_coef=defaults.kl_coef)  # fmt: skip
-    return PPOTrainer(
+    trainer = PPOTrainer(
         settings, tokenizer, policy, reference, EnvReward(flags, chat, dict(zip(prompts, seeds))),
         datasets.Dataset.from_dict({"input_ids": ids}), value,
         eval_dataset=datasets.Dataset.from_dict({"input_ids": ids[:8]}))  # fmt: skip
+    trainer.dataloader = torch.utils.data.DataLoader(  # TRL's shuffles: here the prompts come in the order of ours
+        trainer.train_dataset, batch_size=N, collate_fn=trainer.data_collator)  # fmt: skip
+    return trainer
 
 
 def trl(folder: str, flags: dict, seed: int) -> dict:
@@ -173,7 +182,7 @@ def trl(folder: str, flags: dict, seed: int) -> dict:
             clock[0] += time.perf_counter() - clock[1]
             rows.append({"time/iteration": time.perf_counter() - clock[1], "objective/kl": metrics["objective/kl"],
                          "objective/reward": metrics["objective/scores"]})  # fmt: skip
-            if len(rows) % (flags["num_iterations"] // 4) == 0:
+            if len(rows) % between_points(flags) == 0:
                 model.load_state_dict(trainer.policy_model.state_dict(), strict=False)
                 held_out.add(len(rows) * flags["rollout_batch_size"], clock[0], model)
             clock[1] = time.perf_counter()
@@ -236,7 +245,7 @@ def draw_cheerful(results: dict) -> None:
         if rows[0]["objective/kl"] is not None:  # without a weight of the KL there is no reference to measure it
             means = lambda key: [sum(row[key] for row in rows[k : k + 4]) / 4 for k in range(0, len(rows), 4)]
             axes.plot(means("objective/kl"), means("objective/reward"), "o-", markersize=3, label=label)
-        for point in (run["points"][-1:] if i else [run["points"][0], run["points"][-1]]):
+        for point in run["points"][-1:] if i else [run["points"][0], run["points"][-1]]:
             answers = point["sampled"]
             for prompt, response in list(zip(answers["prompts"], answers["responses"], strict=True))[:4]:
                 common.line([label if point["samples"] else "before", prompt, response.replace("\n", " ")])
@@ -257,6 +266,8 @@ def main():
     if "curriculum" in flags.get("env_kwargs", ""):
         first = ppo_llm.first_prompt(ppo_llm.Args(seed=int(seed)))
         flags["env_kwargs"] = json.dumps(json.loads(flags["env_kwargs"]) | {"first": first})
+    if task == "sums, pairs":
+        flags["env_kwargs"] = json.dumps({"order": int(seed)})
     run = {"ours": ours, "trl": trl}[side](folder, flags, int(seed))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     RESULTS.write_text(json.dumps(results | {f"{task}/{seed}/{' '.join([side, *map(str, changes.values())])}": run}))

@@ -1,6 +1,6 @@
 """Three tasks for a small instruct model: single-turn environments with held-out prompts (split="test").
 
-    python ppo_llm.py --model DIR --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{"split": "test"}' ...
+python ppo_llm.py --model DIR --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{"split": "test"}' ...
 """
 
 import random
@@ -29,12 +29,15 @@ class Sums(gym.Env):
 
     partial: a wrong number of the right length gets half the share of its digits that are right. think: the prompt asks
     for it. curriculum: numbers grow over this many prompts from seed `first` on, ppo_llm.first_prompt(args).
+    order: a number for that of the prompts.
     """
 
     def __init__(self, split: str = "train", digits: int = 1, partial: bool = False, curriculum: int = 0,
-                 first: int = 0, think: bool = False):  # fmt: skip
+                 first: int = 0, think: bool = False, order: int = 0):  # fmt: skip
         numbers = range(10**digits)
         self.rows = split_rows([(a, b) for a in numbers for b in numbers], split)
+        if order:
+            random.Random(order).shuffle(self.rows)
         self.partial, self.curriculum, self.first = partial, curriculum if split == "train" else 0, first
         self.task = " Think step by step, then give the answer." if think else ""
         if self.curriculum:

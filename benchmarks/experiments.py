@@ -1,0 +1,256 @@
+"""Ten experiments on the default task, each of which answers a question about PPO by curves: see experiments.md.
+
+    python benchmarks/experiments.py                      # the experiments and the commands of their runs
+    python benchmarks/experiments.py epochs 1 2 3         # runs one with these seeds; adds to experiments.jsonl
+    python benchmarks/experiments.py table [NAME ...]     # what the runs gave
+    python benchmarks/experiments.py draw                 # experiments.png and pictures/NAME.png
+
+A run is a command of ppo_llm.py that a reader can type, which takes one to four minutes of one core. Some runs change
+the script first: by a patch of tests/forks, or in one place, as the table of edits below says. Runs that several
+experiments share, such as the default one, are made once.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import common
+
+HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).with_suffix(".jsonl")
+MEAN_OF = 5  # iterations: a point of a curve
+COLUMNS = {  # metric: its name in a run's line
+    "objective/accuracy": "accuracy", "objective/kl": "kl", "objective/entropy": "entropy",
+    "losses/clipfrac": "clipfrac", "losses/approx_kl": "approx_kl", "grad/actor_norm": "grad_norm",
+    "critic/explained_variance": "explained_variance",
+    "ratio/first_dev": "first_dev", "ratio/last_dev": "last_dev", "ratio/signed_t": "signed_t",
+    "debug/sampler_trainer_logprob_diff": "sampler_diff",
+}  # fmt: skip
+EDITS = {  # what a run changes in the script: (old text, new text)
+    "log-probs of the present policy as old": ("newlogprobs, mb.old_logprobs,", "newlogprobs, newlogprobs.detach(),"),
+    "optimizer of another model": ("make_optimizer(actor, args)", "make_optimizer(copy.deepcopy(actor), args)"),
+    "constant reward": ("rewards = batch.rewards.to(world.device, copy=True)",
+                        "rewards = torch.zeros_like(batch.rewards)"),
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Run:
+    label: str
+    flags: str = ""
+    edit: str = ""  # a name of EDITS, or "critic after actor"
+    patch: str = ""
+    ranks: int = 1
+
+    def command(self) -> str:
+        start = "python" if self.ranks == 1 else f"torchrun --nproc-per-node {self.ranks}"
+        return f"{start} ppo_llm.py {self.flags}".strip()
+
+    def key(self, seed: int) -> str:
+        return " ; ".join([self.command(), self.edit, self.patch, str(seed)])
+
+
+@dataclasses.dataclass
+class Experiment:
+    question: str
+    runs: list[Run]
+    watch: str  # the column beside accuracy in the picture
+    log: bool = False  # its axis
+    seeds: int = 3
+
+
+def flag(name: str, *values, label: str = "") -> list[Run]:
+    return [Run(f"{label or name} {value}", f"--{name} {value}") for value in values]
+
+
+DEFAULT = Run("default")
+EXPERIMENTS = {
+    "epochs": Experiment(
+        "What do more ppo_epochs do?",
+        [Run("1", "--ppo-epochs 1"), Run("2, default"), Run("4", "--ppo-epochs 4"), Run("8", "--ppo-epochs 8")],
+        "clipfrac"),
+    "minibatches": Experiment(
+        "How many optimizer steps does one rollout make, and what do more of them buy?",
+        [Run("16 samples, 32 steps", "--train-batch-size 16"), Run("64, 8 steps, default"),
+         Run("128, 4 steps", "--train-batch-size 128"), Run("256, 2 steps", "--train-batch-size 256")], "grad_norm"),
+    "ratio": Experiment(
+        "Why is my ratio 1?",
+        [Run("default", "--num-iterations 5"), Run("critic_warmup", "--num-iterations 5 --critic-warmup-iterations 5"),
+         Run("one_update_by_design", "--num-iterations 5 --ppo-epochs 1 --train-batch-size 256"),
+         Run("lr_or_clip_too_small", "--num-iterations 5 --actor-lr 1e-10"),
+         Run("advantage_zero", "--num-iterations 5 --kl-coef 0 --critic-epochs 0", "constant reward"),
+         Run("old_logprob_recomputed", "--num-iterations 5", "log-probs of the present policy as old"),
+         Run("optimizer_noop", "--num-iterations 5", "optimizer of another model")], "last_dev", seeds=1),
+    "order": Experiment(
+        "Is the critic updated before, after or beside the actor?",
+        [Run("critic first, default"), Run("actor first", "", "critic after actor"),
+         Run("beside it", "--critic-ranks 1", "", "critic_ranks", 2)], "explained_variance", seeds=1),
+    "warmup": Experiment(
+        "What does a warm-up of the critic do?",
+        [Run("0, default"), Run("10", "--critic-warmup-iterations 10"), Run("30", "--critic-warmup-iterations 30")],
+        "explained_variance"),
+    "old": Experiment(
+        "Which policy is the old one: log-probs of the trainer, or of the sampler?",
+        [Run("recomputed, default"), Run("sampler's", "--no-recompute-old-logprobs"),
+         Run("recomputed, bfloat16", "--dtype bfloat16"),
+         Run("sampler's, bfloat16", "--dtype bfloat16 --no-recompute-old-logprobs")], "first_dev", log=True),
+    "reference": Experiment(
+        "What does the reference do?",
+        [Run("KL 0.02, default"), Run("no reference", "--kl-coef 0"), Run("KL 0.005", "--kl-coef 0.005"),
+         Run("KL 0.08", "--kl-coef 0.08"), Run("KL 0.3", "--kl-coef 0.3"),
+         Run("synced every 20", "--ref-sync-every 20")], "entropy"),
+    "clip": Experiment(
+        "What does clipping do?",
+        [Run("0.2, default"), Run("0.05", "--clip-low 0.05 --clip-high 0.05"), Run("0.2, up 0.4", "--clip-high 0.4"),
+         Run("none", "--clip-low 1 --clip-high 1e9"), Run("dual clip 3", "--dual-clip 3")], "approx_kl"),
+    "lambda": Experiment(
+        "What do lambda and the critic do?",
+        [Run("0", "--gae-lambda 0 --critic-lambda 0"), Run("0.5", "--gae-lambda 0.5 --critic-lambda 0.5"),
+         Run("0.95, default"), Run("1", "--gae-lambda 1 --critic-lambda 1"),
+         Run("constant baseline", "--critic-epochs 0 --gae-lambda 1")], "explained_variance"),
+    "lr": Experiment(
+        "Which learning rate, and what breaks first?",
+        [Run("x 0.1", "--actor-lr 5e-5 --critic-lr 1e-4"), Run("x 0.3", "--actor-lr 1.5e-4 --critic-lr 3e-4"),
+         Run("x 1, default"), Run("x 3", "--actor-lr 1.5e-3 --critic-lr 3e-3"),
+         Run("x 10", "--actor-lr 5e-3 --critic-lr 1e-2")], "clipfrac"),
+}  # fmt: skip
+
+
+def script(run: Run) -> str:
+    """The text of ppo_llm.py as the run wants it."""
+    path = common.patched_script(run.patch) if run.patch else ROOT / "ppo_llm.py"
+    text = path.read_text()
+    if run.edit == "critic after actor":
+        first, second, rest = (text.index(f"            # --- {name}") for name in ("Critic", "Actor", "New weights"))
+        return text[:first] + text[second:rest] + text[first:second] + text[rest:]
+    if run.edit:
+        old, new = EDITS[run.edit]
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def measure(run: Run, seed: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "ppo_llm.py").write_text(script(run))
+        start = [sys.executable] if run.ranks == 1 else ["torchrun", "--nproc-per-node", str(run.ranks)]
+        command = [*start, "ppo_llm.py", *shlex.split(run.flags), "--seed", str(seed), "--run-name", "run",
+                   "--log-dir", folder, "--save-every", "0", "--eval-episodes", "1"]  # fmt: skip
+        output = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
+        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    columns = {}
+    for name, short in COLUMNS.items():
+        parts = [rows[i : i + MEAN_OF] for i in range(0, len(rows), MEAN_OF)]
+        parts = [[row[name] for row in part if row.get(name) is not None] for part in parts]
+        columns[short] = [float(f"{statistics.mean(part):.4g}") if part else None for part in parts]
+    accuracy = [row["objective/accuracy"] for row in rows]
+    means = [statistics.mean(accuracy[i : i + 5]) for i in range(len(accuracy) - 4)]
+    first = next((i for i, mean in enumerate(means) if mean >= 0.9), None)
+    return {
+        "key": run.key(seed), "samples": rows[0]["charts/episodes"], "columns": columns,
+        "samples_to_90": None if first is None else rows[first + 4]["charts/episodes"],
+        "final": statistics.mean(accuracy[-10:]), "seconds": round(sum(row["time/iteration"] for row in rows)),
+        "actor_steps": rows[-1]["charts/actor_steps"] / len(rows),
+        "diagnoses": sorted({line.strip() for line in output.splitlines() if re.match(" *(ratio|critic): ", line)}),
+    }  # fmt: skip
+
+
+@functools.cache
+def results() -> dict[str, dict]:
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {run["key"]: run for run in map(json.loads, lines)}
+
+
+def of(run: Run) -> list[dict]:
+    """The results of a run's seeds."""
+    return [results()[run.key(seed)] for seed in range(1, 11) if run.key(seed) in results()]
+
+
+def list_all() -> None:
+    for name, experiment in EXPERIMENTS.items():
+        print(f"{name}: {experiment.question}")
+        for run in experiment.runs:
+            print(f"  {run.label:24} {run.command()}{f'  # {run.edit or run.patch}' if run.edit or run.patch else ''}")
+
+
+def table(names: list[str]) -> None:
+    for name in names or EXPERIMENTS:
+        experiment = EXPERIMENTS[name]
+        print(f"\n**{name}**\n")
+        common.table(["", "samples to 90 %", "right in the end, %", "KL in the end", f"{experiment.watch}, early, last",
+                      "actor steps an iteration", "seconds", "diagnoses"])  # fmt: skip
+        for run in experiment.runs:
+            done = of(run)
+            if not done:
+                continue
+            last = lambda column: f"{statistics.median(each['columns'][column][-1] or 0 for each in done):.3g}"
+            samples = [f"{each['samples_to_90']:,}" if each["samples_to_90"] else "-" for each in done]
+            early = lambda each: each["columns"][experiment.watch][len(each["columns"]["kl"]) // 10]
+            watched = f"{statistics.median(early(each) or 0 for each in done):.3g}, {last(experiment.watch)}"
+            final = " ".join(f"{100 * each['final']:.1f}" for each in done)
+            seconds = statistics.median(each["seconds"] for each in done)
+            causes = sorted({line.split()[1].rstrip(":,") for each in done for line in each["diagnoses"]})
+            common.line([run.label, " ".join(samples), final, last("kl"), watched, f"{done[0]['actor_steps']:.3g}",
+                         seconds, ", ".join(causes)])  # fmt: skip
+
+
+def draw() -> None:
+    import matplotlib.pyplot as plt
+
+    (HERE / "pictures").mkdir(exist_ok=True)
+    drawn = {name: each for name, each in EXPERIMENTS.items() if name != "ratio"}
+    for name, experiment in drawn.items():
+        figure, axes = plt.subplots(1, 2, figsize=(8, 2.6), layout="constrained")
+        for axis, column in zip(axes, ("accuracy", experiment.watch)):
+            draw_runs(axis, experiment, column)
+        if experiment.log:
+            axes[1].set_yscale("symlog", linthresh=1e-7)
+        axes[0].legend(fontsize=7)
+        figure.savefig(HERE / "pictures" / f"{name}.png", dpi=90)
+    figure, axes = plt.subplots(3, 3, figsize=(10, 7), layout="constrained", sharex=True, sharey=True)
+    for axis, (name, experiment) in zip(axes.flat, drawn.items()):
+        draw_runs(axis, experiment, "accuracy")
+        axis.set(xlabel="", ylabel="", title=name)
+        axis.legend(fontsize=6)
+    figure.supxlabel("samples"), figure.supylabel("right answers")
+    figure.savefig(Path(__file__).with_suffix(".png"), dpi=90)
+
+
+def draw_runs(axis, experiment: Experiment, column: str) -> None:
+    """A thick line, the median of the seeds, over thin ones, one for each seed."""
+    for i, run in enumerate(experiment.runs):
+        curves = [each["columns"][column] for each in of(run)]
+        if not curves:
+            continue
+        x = [(k + 1) * MEAN_OF * of(run)[0]["samples"] for k in range(len(curves[0]))]
+        curves = [[float("nan") if y is None else y for y in curve] for curve in curves]
+        for curve in curves:
+            axis.plot(x, curve, color=f"C{i}", linewidth=0.4, alpha=0.5)
+        axis.plot(x, [statistics.median(ys) for ys in zip(*curves)], color=f"C{i}", label=run.label, linewidth=1.4)
+    axis.set(xlabel="samples", ylabel=column.replace("_", " "))
+
+
+def main():
+    if len(sys.argv) == 1:
+        return list_all()
+    name, *rest = sys.argv[1:]
+    if name in ("table", "draw"):
+        return table(rest) if name == "table" else draw()
+    for seed in map(int, rest or [1, 2, 3]):
+        for run in EXPERIMENTS[name].runs:
+            if run.key(seed) not in results():
+                line = json.dumps(measure(run, seed))
+                with open(RESULTS, "a") as file:
+                    file.write(line + "\n")
+                results.cache_clear()
+
+
+if __name__ == "__main__":
+    main()
