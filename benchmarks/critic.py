@@ -9,9 +9,12 @@ against Monte Carlo returns, of values from before the critic has seen the rollo
 one core, of `largest` 28, and 7 GB of memory.
 """
 
+import contextlib
+import io
 import json
 import statistics
 import sys
+import tempfile
 import unittest.mock
 import warnings
 from pathlib import Path
@@ -37,7 +40,17 @@ SETTINGS = {
     "3e-4, returns 1": dict(critic_lr=3e-4, critic_lambda=1.0),
     "1e-4, returns 1, 6 epochs": dict(critic_lr=1e-4, critic_lambda=1.0, critic_epochs=6),
     "1e-4, returns 1, no value clip": dict(critic_lr=1e-4, critic_lambda=1.0, value_clip=None),
+    "1e-4, both 1, pretrained": dict(critic_lr=1e-4, critic_lambda=1.0, gae_lambda=1.0, pretrain=4),
 }
+
+
+def pretrain(folder: str, flags: dict, iterations: int, seed: int, runs: str) -> str:
+    """Train a critic alone on rollouts of the checkpoint, with other prompts and more epochs. Returns its folder."""
+    flags = flags | dict(num_iterations=iterations, critic_warmup_iterations=iterations, critic_epochs=6)
+    with contextlib.redirect_stdout(io.StringIO()):
+        ppo_llm.train(ppo_llm.Args(model=folder, seed=1000 + seed, device="cpu", log_dir=runs, run_name="pretrained",
+                                   save_every=0, eval_episodes=1, **flags))  # fmt: skip
+    return f"{runs}/pretrained/critic"
 
 
 def table() -> None:
@@ -66,8 +79,12 @@ def main():
         kept.append(make_experience(*args))
         return kept[-1]
 
-    with unittest.mock.patch.object(ppo_llm, "make_experience", keep):
-        result = learning_real.ours(folder, TASKS[task] | SETTINGS[settings], int(seed))
+    flags = TASKS[task] | SETTINGS[settings]
+    with tempfile.TemporaryDirectory() as runs, unittest.mock.patch.object(ppo_llm, "make_experience", keep):
+        if iterations := flags.pop("pretrain", 0):
+            flags["critic_model"] = pretrain(folder, flags, iterations, int(seed), runs)
+            kept.clear()
+        result = learning_real.ours(folder, flags, int(seed))
     SAMPLES.mkdir(parents=True, exist_ok=True)
     torch.save([vars(experience) for experience in kept], SAMPLES / f"{task}, {settings}, {seed}.pt")
     with open(RESULTS, "a") as file:
