@@ -1,0 +1,182 @@
+"""A reward model from preferences, and PPO that drives it too far: learned and true reward over the KL.
+
+    python benchmarks/smollm2.py DIR
+    python benchmarks/preferences.py pairs DIR             # pairs of answers, compared: runs/preferences/pairs.jsonl
+    python benchmarks/preferences.py reward-model DIR 300  # learns from the first 300 pairs: runs/preferences/rm_300
+    python benchmarks/preferences.py ppo DIR 300 0.05 1    # pairs, weight of the KL, seed; goes on where it was
+    python benchmarks/preferences.py plot                  # draws preferences.png, prints tables
+
+The true reward is the sentiment of an answer, -1 to 1, by VADER's lexicon and rules, which stands in for the people who
+compare answers (as a larger reward model does in Gao et al. 2022, https://arxiv.org/abs/2210.10760). Training sees it
+only through the comparisons: the reward model learns by Bradley and Terry's model that the better answer of each pair
+is to get the higher score (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.1).
+"""
+
+import json
+import statistics
+import sys
+import unittest.mock
+import warnings
+from pathlib import Path
+
+import common
+import matplotlib.pyplot as plt
+import tasks
+import torch
+import torch.nn.functional as F
+from common import ppo_llm
+
+FOLDER, RESULTS = Path("runs/preferences"), Path(__file__).with_suffix(".jsonl")
+ASK = ("Tell me about {}.", "Write a short text about {}.", "What do you think of {}?", "Describe {}.",
+       "Say something about {}.", "What comes to your mind when you think of {}?")  # fmt: skip
+TOKENS, PASSES, HELD_OUT_PASSES, BATCH = 24, 10, 6, 16
+FLAGS = dict(env_id="Prompts-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64, save_every=4,
+             max_new_tokens=TOKENS, micro_batch_tokens=1024, num_iterations=48, actor_lr=2e-5, gae_lambda=1.0,
+             critic_lambda=1.0, eval_every=16, eval_episodes=60)  # fmt: skip
+
+
+def prompts(split: str) -> list[str]:
+    return [ask.format(topic) for topic in tasks.split_rows(tasks.TOPICS, split) for ask in ASK]
+
+
+def sentiment(text: str, scorer=[]) -> float:  # noqa: B006, built once
+    if not scorer:
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+        scorer.append(SentimentIntensityAnalyzer())
+    return scorer[0].polarity_scores(text)["compound"]
+
+
+def make_pairs(folder: str) -> None:
+    """Two answers to each prompt, several times over, and which of them is better; no pairs without a difference."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    model, _ = ppo_llm.load_hf_checkpoint(folder)
+    tokenizer = ppo_llm.HFTokenizer(folder)
+    args = ppo_llm.Args(max_prompt_tokens=64, max_new_tokens=TOKENS, rollout_slots=64, compile="off")
+    for split, passes in ("train", PASSES), ("test", HELD_OUT_PASSES):
+        questions = prompts(split)
+        with open(FOLDER / f"prompts_{split}.jsonl", "w") as file:
+            file.writelines(json.dumps({"prompt": question}) + "\n" for question in questions)
+        pairs = []
+        for k in range(passes):
+            seeds = [i for i in range(len(questions)) for _ in range(2)]
+            envs = [common.Prompts(questions) for _ in range(64)]
+            batch = ppo_llm.rollout(model, tokenizer, envs, seeds, range(len(seeds)), args, k)
+            rewards = [sentiment(text) for text in batch.texts]
+            for i in range(0, len(seeds), 2):
+                (low, worse), (high, better) = sorted(zip(rewards[i : i + 2], batch.texts[i : i + 2]))
+                if high > low:
+                    pairs.append({"prompt": batch.prompts[i], "better": better, "worse": worse, "margin": high - low})
+            print(split, k, len(pairs), file=sys.stderr, flush=True)
+        name = "pairs" if split == "train" else "pairs_test"
+        (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+def read_pairs(name: str) -> list[dict]:
+    return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
+
+
+def make_reward_model(folder: str, count: int) -> None:
+    """One epoch over `count` pairs by transformers; then the head is scaled to scores with a deviation of 1."""
+    import transformers
+
+    tokenizer = ppo_llm.HFTokenizer(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    torch.nn.init.zeros_(model.score.weight)
+    model.config.pad_token_id = tokenizer.hf.convert_tokens_to_ids("<|endoftext|>")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.0, fused=True)
+
+    def scores(pairs: list[dict]) -> torch.Tensor:
+        """[2, pairs], of the better answers and of the worse ones."""
+        texts = [(pair["prompt"], pair[side]) for side in ("better", "worse") for pair in pairs]
+        ids = [tokenizer.encode_conversation(("user", prompt), ("assistant", text)) for prompt, text in texts]
+        tokens = ppo_llm.padded(ids, model.config.pad_token_id)
+        return model(tokens, attention_mask=tokens != model.config.pad_token_id).logits.view(2, len(pairs))
+
+    pairs, held_out = read_pairs("pairs")[:count], read_pairs("pairs_test")
+    assert len(pairs) == count, f"there are {len(pairs)} pairs"
+    torch.manual_seed(1)
+    steps = torch.randperm(count).split(BATCH)
+    for i, rows in enumerate(steps):
+        better, worse = scores([pairs[k] for k in rows])
+        loss = -F.logsigmoid(better - worse).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = 2e-5 * (1 - i / len(steps))
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"{i + 1}/{len(steps)}: loss {float(loss):.3f}", file=sys.stderr, flush=True)
+    with torch.no_grad():
+        parts = [scores(held_out[i : i + BATCH]) for i in range(0, len(held_out), BATCH)]
+        better, worse = torch.cat(parts, dim=1)
+        model.score.weight /= torch.cat((better, worse)).std()
+    agreement = float((better > worse).float().mean())
+    target = FOLDER / f"rm_{count}"
+    model.save_pretrained(target)
+    tokenizer.hf.save_pretrained(target)
+    (target / "agreement.json").write_text(json.dumps({"held_out_pairs": len(held_out), "agreement": agreement}))
+    print(f"{target}: agrees with {agreement:.1%} of {len(held_out)} held-out pairs")
+
+
+def ppo(folder: str, count: int, kl_coef: float, seed: int) -> None:
+    name = f"{count}_{kl_coef:g}_{seed}"
+    add_scores = ppo_llm.add_scores
+
+    def add_scores_and_look(batch, *rest):  # the true reward is a metric, and nothing else
+        add_scores(batch, *rest)
+        batch.stats["objective/true_reward"] = statistics.mean(map(sentiment, batch.texts))
+
+    flags = FLAGS | dict(model=folder, reward_model=str(FOLDER / f"rm_{count}"), kl_coef=kl_coef, seed=seed)
+    flags["critic_model"] = flags["reward_model"]
+    flags["env_kwargs"], flags["eval_env_kwargs"] = (
+        json.dumps({"path": str(FOLDER / f"prompts_{split}.jsonl")}) for split in ("train", "test"))  # fmt: skip
+    with unittest.mock.patch.object(ppo_llm, "add_scores", add_scores_and_look):
+        ppo_llm.train(ppo_llm.Args(log_dir=str(FOLDER), run_name=name, resume="auto", device="cpu", **flags))
+    lines = [json.loads(line) for line in (FOLDER / name / "metrics.jsonl").read_text().splitlines()]
+    keep = ("objective/kl", "objective/true_reward", "objective/reward_model", "objective/entropy", "time/iteration",
+            "critic/explained_variance", "objective/response_tokens")  # fmt: skip
+    answers = [json.loads(line) for line in (FOLDER / name / "completions.jsonl").read_text().splitlines()]
+    rows = [{key: row.get(key) for key in keep} for row in lines]
+    answers = [answer for answer in answers if answer["step"] in (0, 15, 31, 47)]
+    run = {"pairs": count, "kl_coef": kl_coef, "seed": seed, "rows": rows, "answers": answers}
+    with open(RESULTS, "a") as file:
+        file.write(json.dumps(run) + "\n")
+
+
+def plot() -> None:
+    runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    common.table(["pairs", "KL weight", "seed", "KL, nats", "learned reward", "true reward: first, best, last"])
+    for i, run in enumerate(runs):
+        means = {key: [statistics.mean(row[key] for row in run["rows"][k : k + 4])
+                       for k in range(0, len(run["rows"]), 4)]
+                 for key in ("objective/kl", "objective/true_reward", "objective/reward_model")}  # fmt: skip
+        kl, true, learned = means.values()
+        label = f"{run['pairs']} pairs, KL {run['kl_coef']:g}, seed {run['seed']}"
+        axes[0].plot(kl, learned, "o-", color=f"C{i}", markersize=3, label=label)
+        axes[1].plot(kl, true, "o-", color=f"C{i}", markersize=3)
+        change = f"{learned[0]:.2f} -> {learned[-1]:.2f}"
+        true = f"{true[0]:.2f}, {max(true):.2f}, {true[-1]:.2f}"
+        common.line([run["pairs"], run["kl_coef"], run["seed"], f"{kl[-1]:.1f}", change, true])
+    axes[0].set(xlabel="KL to the reference, nats", ylabel="learned reward, standard deviations")
+    axes[1].set(xlabel="KL to the reference, nats", ylabel="true reward, -1 to 1")
+    axes[0].legend(fontsize=7)
+    figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
+
+
+def main():
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    what, *rest = sys.argv[1:]
+    if what == "pairs":
+        make_pairs(*rest)
+    elif what == "reward-model":
+        make_reward_model(rest[0], int(rest[1]))
+    elif what == "ppo":
+        ppo(rest[0], int(rest[1]), float(rest[2]), int(rest[3]))
+    else:
+        plot()
+
+
+if __name__ == "__main__":
+    main()
