@@ -116,7 +116,8 @@ Fraction = Annotated[float, Range(0, 1)]
 class Args:
     """PPO for language models.
 
-    Where the default is None, it depends on other flags; the values in use are printed at start.
+    None as a value of a flag is typed as it is: `--value-clip None`. Some defaults are None because
+    they depend on other flags, as their help says; the values in use are printed at start.
     """
 
     # Determines the initial weights, the choice of training prompts, the sampled tokens, and the
@@ -137,36 +138,43 @@ class Args:
     # them: less memory, and about a third more time for the updates.
     activation_checkpointing: bool = False
 
-    # Folder of a Hugging Face checkpoint (Llama, Qwen2 or Qwen3) from which the actor starts.
-    # Default: a tiny randomly initialized Llama over the characters of the environment.
+    # Folder of a Hugging Face checkpoint (Llama, Qwen2 or Qwen3) from which the actor starts; names
+    # on the hub are not looked up. Default: a tiny randomly initialized Llama over the characters
+    # of the environment.
     model: str | None = None
     # Text environment that gives prompts and rewards: SortDigits-v0, GSM8K-v0, Prompts-v0 with the
-    # prompts of a file and a reward function, or one of your own as my_module:MyEnv-v0.
+    # prompts of a file and, if you like, a reward function, or one of your own as
+    # my_module:MyEnv-v0.
     env_id: str = "SortDigits-v0"
-    # Arguments of the environment's constructor, as a JSON object.
+    # Arguments of the environment's constructor, as a JSON object, for example
+    # '{"path": "prompts.jsonl", "reward": "my_module:reward"}' for Prompts-v0.
     env_kwargs: str = "{}"
     # Seconds that the environment may take for one call of reset() or step().
     env_timeout: Positive = 60.0
     # Folder of a reward model: a Hugging Face sequence classifier with one label (Llama, Qwen2 or
-    # Qwen3), with a tokenizer and a chat template of its own. Its score is added to the reward of a
-    # sample's last token, in training and in evaluations. What it scores is the conversation with
-    # all its turns, as text, at its last token: it does not see whether a response was cut.
+    # Qwen3). Its tokenizer and its chat template, if it has one, are used for it. Its score is
+    # added to the reward of a sample's last token, in training and in evaluations. What it scores
+    # is the conversation with all its turns, as text, at its last token: it does not see whether a
+    # response was cut.
     reward_model: str | None = None
-    # Folder of a checkpoint from which the critic starts, with the tokenizer of the actor: a reward
-    # model, the critic of an earlier run, or a language model, to which a head of zeros is added.
+    # Folder of a checkpoint from which the critic starts, whose tokenizer must have the actor's
+    # vocabulary: a reward model, the critic of an earlier run, or a language model, to which a head
+    # of zeros is added.
     # It may be smaller than the actor. Default: a copy of the actor, with a head of zeros.
     critic_model: str | None = None
 
-    # Number of iterations: each is a rollout and the updates that are made on it.
+    # Number of iterations: each is a rollout and the updates that are made on it. The learning
+    # rates decay over this number.
     num_iterations: Count = 270
     # Prompts in a rollout, on all ranks together.
     rollout_batch_size: Count = 256
-    # Responses that the actor samples to each prompt of a rollout. They are adjacent rows of it,
-    # for algorithms that compare them; PPO treats them as independent samples.
+    # Responses that the actor samples to each prompt of a rollout. PPO treats them as independent
+    # samples; responses to one prompt are adjacent rows, for forks that compare them.
     n_samples_per_prompt: Count = 1
-    # Samples that are decoded at the same time on each rank: rows of its KV cache.
+    # Samples that are decoded at the same time on each rank, at most: rows of its KV cache.
     rollout_slots: Count = 256
-    # Longest prompt in tokens; a longer one is an error. Default: 16, with --model 512.
+    # Longest prompt in tokens, chat template included. A longer one ends the run with an error
+    # when it is drawn. Default: 16, with --model 512.
     max_prompt_tokens: Count | None = None
     # Tokens that may follow a prompt, in all turns of an episode together, text of the environment
     # included. Default: 8, with --model 256.
@@ -183,19 +191,21 @@ class Args:
     # Passes that the critic makes over each rollout. 0: it is not trained. Default: as many as the
     # actor makes.
     critic_epochs: CountOrZero | None = None
-    # Samples of a minibatch, that is of one optimizer step, on all ranks together. Must divide
+    # Samples per minibatch, that is per optimizer step, on all ranks together. Must divide
     # rollout_batch_size * n_samples_per_prompt.
     train_batch_size: Count = 64
-    # Tokens of a microbatch on each rank. It changes memory and speed, results only by rounding.
+    # Tokens of a microbatch on each rank, at most, unless a single sample has more. It changes
+    # memory and speed, results only by rounding.
     micro_batch_tokens: Count = 4096
-    # Learning rate of the actor at the first step. Default: 5e-4, with --model 1e-5.
+    # Learning rate of the actor at the first step. Default: 5e-4, with --model 1e-5, which suits
+    # small models; 1e-6 is customary for 7B.
     actor_lr: PositiveOrZero | None = None
     # Learning rate of the critic at the first step. Default: 1e-3, with --model 1e-5.
     critic_lr: PositiveOrZero | None = None
     # Adam's beta1, the decay rate of its momentum. Default: 0.5, with --model 0.9.
     adam_beta1: Fraction | None = None
-    # The learning rates decay linearly towards this fraction of them, which they reach when the
-    # last step has been made.
+    # The learning rates decay linearly to this fraction of their first value, which they reach
+    # after the last step.
     lr_end: Fraction = 0.05
     # Number of iterations at the beginning in which the critic is trained, but not the actor.
     critic_warmup_iterations: CountOrZero = 0
@@ -205,67 +215,73 @@ class Args:
 
     # Discount factor per token.
     gamma: Fraction = 1.0
-    # Lambda of generalized advantage estimation. The advantage of a token rests on its own reward
-    # and, with 1, on all rewards after it, with 0 on the critic's value of the next state instead;
-    # lambdas between mix the two.
+    # Lambda of generalized advantage estimation. With 1 the advantage of a token is the sum of all
+    # rewards from it on, minus its value; with 0 it is its reward plus the next value, minus its
+    # value. Lambdas between interpolate: with 0.95 a reward 100 tokens later counts 0.6 %.
     gae_lambda: Fraction = 0.95
-    # Lambda of the returns that the critic learns to predict. With 1 they are the rewards that were
-    # really earned, with less they contain the critic's own values.
+    # Lambda of the returns that the critic learns to predict. With 1 they are sums of rewards, with
+    # less they also contain the critic's own values.
     critic_lambda: Fraction = 0.95
     # The probability ratio of new and old policy is clipped from below at 1 - clip_low.
     clip_low: Annotated[float, Range(1e-9, 1)] = 0.2
     # The probability ratio of new and old policy is clipped from above at 1 + clip_high.
     clip_high: Positive = 0.2
-    # New values are clipped to this distance from the old ones in the critic's loss. None: they
-    # are not clipped.
+    # New values are clipped to this distance from the old ones in the critic's loss. It is in units
+    # of the reward: for large rewards raise it, or turn it off by None.
     value_clip: Positive | None = 0.2
-    # Bounds the loss of a token with a negative advantage A at dual_clip * |A|. None: no bound.
+    # Bounds the loss of a token with a negative advantage A at dual_clip * |A|; 3 is customary.
+    # None: no bound.
     dual_clip: Annotated[float, Range(1.001)] | None = None
     # Weight of the entropy bonus in the actor's loss.
     entropy_coef: PositiveOrZero = 0.0
     # Ends the actor's epochs of an iteration at the first minibatch in which the approximate KL
-    # between old and new policy exceeds this. The learning rate does not decay for the steps that
-    # are not made. None: never.
+    # between old and new policy, a mean over tokens, exceeds this. The learning rate does not decay
+    # for the steps that are not made. None: never.
     target_kl: Positive | None = None
     # Compute the old log-probs by a training forward pass after the rollout. If this is off, the
     # log-probs recorded by the sampler are used instead, which saves the pass; the first ratio then
     # differs from 1 by as much as sampler and trainer differ.
     recompute_old_logprobs: bool = True
     # Weigh each token by its importance ratio pi_old / pi_sampler, truncated at this value, to
-    # correct for differences between trainer and sampler. None: no weights.
+    # correct for differences between trainer and sampler; 2 is customary. None: no weights.
     rollout_is_cap: Positive | None = None
-    # Weight of the KL penalty to the reference. With 0 there is no reference. Default: 0.02, with
-    # --model 0.01.
+    # Weight of the KL penalty to the reference, for each token, in units of the reward. With 0
+    # there is no reference. Default: 0.02, with --model 0.01.
     kl_coef: PositiveOrZero | None = None
     # Whether the KL penalty is subtracted from the rewards or added to the actor's loss.
     kl_in: Literal["reward", "loss"] = "reward"
     # Estimator of the KL (http://joschu.net/blog/kl-approx.html). Default: k1 in the reward, k3 in
     # the loss.
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    # Number of iterations between updates of the reference from the actor. 0: it never changes.
+    # Number of iterations between updates of the reference from the actor, which let it drift
+    # further. 0: the reference never changes.
     ref_sync_every: CountOrZero = 0
     # How far an update of the reference moves it: alpha * actor + (1 - alpha) * reference.
     ref_sync_alpha: Fraction = 1.0
-    # Subtracted from the reward of a sample whose last token is not a stop token.
+    # Subtracted in training from the reward of a sample whose last token is not a stop token. It is
+    # of use with a reward model, which cannot see that a response was cut.
     missing_eos_penalty: PositiveOrZero = 0.0
     # Let the return of a truncated sample end with the critic's value of its last state, instead of
-    # with 0. Truncated are samples whose last token is not a stop token, since the token limit cut
-    # them, and those of which the environment says so.
+    # with 0. A sample is truncated if the token limit cut its last response or left no room for
+    # another turn, or if the environment says that it truncated the episode.
     bootstrap_truncated: bool = False
 
     # Episodes of an evaluation. They are played twice: sampled at temperature 1, and greedily.
     eval_episodes: Count = 512
-    # Arguments of the evaluation's environment that differ from --env-kwargs, as a JSON object.
+    # Arguments of the evaluation's environment that differ from --env-kwargs, as a JSON object, for
+    # example '{"path": "test.jsonl"}'. Without it an environment that reads a file is evaluated on
+    # prompts that it also trains on.
     eval_env_kwargs: str = "{}"
     # Number of iterations between evaluations on the way. 0: there are only those before the first
     # iteration and after the last.
     eval_every: CountOrZero = 0
-    # Number of iterations between checkpoints; there is one at the end, too. 0: no checkpoints.
+    # Number of iterations between checkpoints; there is one at the end, too. 0: no checkpoints. A
+    # checkpoint takes 28 bytes a parameter of the actor, without a reference 24.
     save_every: CountOrZero = 50
-    # Number of checkpoints that are kept; older ones are removed.
+    # Number of checkpoints that are kept; older ones are removed after a new one is complete.
     keep_checkpoints: Count = 2
     # Continue a run: the path of its folder or of one of its checkpoints, or `auto` for the run
-    # named --run-name, which is started if it does not exist yet.
+    # named --run-name, which is started if it has no checkpoint yet. Repeat the other flags.
     resume: str | None = None
 
 
@@ -315,7 +331,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tup
     The sampled tokens of a row are one trajectory; the environment's text between them is skipped.
     rewards, values and mask are [B, T]. gae_lambda is a number, or one for each row, [B]. bootstrap
     [B] is V of the state after the last token, by default 0. Returns advantages and returns, [B, T]
-    each and 0 outside the mask.
+    each and 0 outside the mask. Rewards outside the mask are ignored; make_experience refuses them.
     """
     mask = mask.bool()
     values = torch.where(mask, values, 0.0)
@@ -323,6 +339,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tup
     lastgaelam = torch.zeros_like(values[:, 0])
     advantages = torch.zeros_like(values)
     for t in reversed(range(mask.shape[1])):
+        # Where token t was not sampled, lastgaelam and nextvalues pass it by unchanged.
         delta = rewards[:, t] + gamma * nextvalues - values[:, t]
         lastgaelam = torch.where(mask[:, t], delta + gamma * gae_lambda * lastgaelam, lastgaelam)
         nextvalues = torch.where(mask[:, t], values[:, t], nextvalues)
@@ -340,12 +357,12 @@ def policy_loss(
     The loss is a sum over the mask divided by `denom`, by default the number of tokens in the mask.
     If `denom` is the number of tokens in a whole minibatch, the losses of its microbatches add up
     to that of the minibatch, and so do their gradients. The statistics do not depend on `denom`:
-    they are means over the mask, but for `dev_max`, the largest |ratio - 1|.
+    they are means over the mask, except `dev_max`, the largest |ratio - 1|.
     """
     mask = mask.bool()
     mask_size = mask.sum().clamp(min=1)
     advantages = torch.where(mask, advantages, 0.0)
-    logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)
+    logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)  # exp stays finite
     ratio = logratio.exp()  # 1 outside the mask, where losses and statistics are then 0
     pg_loss1 = -advantages * ratio
     pg_loss2 = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -356,7 +373,8 @@ def policy_loss(
         stats = {
             # Tokens for which the clipped term is the loss, so that they have no gradient.
             "clipfrac": (pg_loss2 > pg_loss1).sum() / mask_size,
-            # Tokens with a ratio outside of the clip range, whether they have a gradient or not.
+            # Tokens with a ratio outside of the clip range, whether they have a gradient or not,
+            # which CleanRL calls clipfrac.
             "out_of_clip": ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).sum() / mask_size,
             "approx_kl": (ratio - 1 - logratio).sum() / mask_size,  # k3 of KL(old || new)
             "ratio_mean": (ratio * mask).sum() / mask_size,
@@ -381,6 +399,10 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 
 
 # === 3. Training loop ===
+# A minibatch is the data of one optimizer step, and comes in microbatches. `n_tokens` is the number
+# of its sampled tokens, on all ranks. The loss of a microbatch is a sum over its tokens divided by
+# that number; backward() accumulates the gradients, and FSDP adds them up over the ranks. So the
+# gradient of a step is that of the mean over all tokens of the minibatch.
 
 
 def train(args: Args) -> dict:
@@ -394,21 +416,12 @@ def train(args: Args) -> dict:
     actor, critic, reference, sampler = models  # the reference is None if kl_coef is 0
     actor_optimizer = make_optimizer(actor, args)
     critic_optimizer = make_optimizer(critic, args)
-    # FORK: another model that trains, such as a second critic. Build it in build_models, and give
-    # it an optimizer and an entry here, so that it is saved and resumed. What goes wrong silently:
-    # - Critics with the same start and the same minibatches stay equal. Give each its own order, by
-    #   minibatches(..., dataclasses.replace(args, seed=...), world), and more than one minibatch in
-    #   an epoch, since the order of a single one makes no difference.
-    # - The value loss clips around old values. If `values` is the critics' mean, each of them, the
-    #   first one too, needs its own: keep them in experience.extras.
-    # - Each needs a count of its steps in TrainState, for its learning rate, and a place in
-    #   end_iteration, which ends a run whose gradients are not finite.
-    # - In make_experience `after`, for --bootstrap-truncated, is that of one critic.
+    # FORK: another model that trains, such as a second critic: see make_optimizer.
     checkpointed = {"actor": (actor, actor_optimizer), "critic": (critic, critic_optimizer)}
     if reference is not None:
         checkpointed["reference"] = (reference, None)
     state = resume(args, checkpointed)
-    interrupt = 0  # the number of a signal that asks the run to stop
+    interrupt = 0  # the number of the signal that asked the run to stop
     evaluate_now = lambda: evaluate(
         sampler, tokenizer, reward_model, eval_envs, state.iteration, args, world
     )
@@ -423,7 +436,7 @@ def train(args: Args) -> dict:
         run.print_results("before", state.eval_before)
 
         while state.iteration < args.num_iterations and not interrupt:
-            evaluation = {}  # of the policy that samples the rollout
+            evaluation = {}  # of the policy that is about to sample the rollout
             if state.is_due_for_evaluation(args):
                 evaluation = evaluate_now()
                 run.print_results(f"after {state.iteration} iterations of", evaluation)
@@ -439,17 +452,18 @@ def train(args: Args) -> dict:
             # --- Old log-probs, values, rewards, advantages: computed once, constant from here on
             if reward_model:
                 add_scores(batch, reward_model, args, world)
-            # FORK: which samples train, as many as planned: batch = select(batch, indices, plan)
+            # FORK: which samples train, as many as planned: batch = select(batch, indices, plan),
+            # see section 11.
             experience = make_experience(batch, models, tokenizer, state.iteration, args, world)
             clock.end("score")
 
             # --- Critic epochs. They could equally come after the actor's epochs: both learn from
             # the experience, which is constant, and neither model is an input of the other's loss
-            critic_steps = []  # statistics of each optimizer step
+            critic_stats = []  # of each optimizer step
             for n_tokens, minibatch in minibatches(experience, args.critic_epochs, args, world):
                 loss_denom = n_tokens  # FORK: loss normalization, see `minibatches`.
                 stats = StepStats(n_tokens, world)
-                for mb in minibatch:  # gradients add up, over ranks, too, see `shard`
+                for mb in minibatch:
                     newvalues = sampled_values(critic, mb)  # [B, T]
                     # FORK: value loss.
                     v_loss = value_loss(newvalues, mb.values, mb.returns, mb.mask,
@@ -457,18 +471,20 @@ def train(args: Args) -> dict:
                     v_loss.backward()
                     stats.add_loss_terms(value_loss=v_loss)
                 grad_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
-                step = stats.read(grad_norm)
-                step["lr"] = linear_schedule(args.critic_lr, args.lr_end, state.critic_steps,
-                                             plan.critic_steps_total)  # fmt: skip
-                optimizer_step(critic_optimizer, step["lr"], step["grad_norm"])
-                critic_steps.append(step)
+                step_stats = stats.read(grad_norm)
+                lr = linear_schedule(args.critic_lr, args.lr_end, state.critic_steps,
+                                     plan.critic_steps_total)  # fmt: skip
+                optimizer_step(critic_optimizer, lr, step_stats["grad_norm"])
+                critic_stats.append(step_stats | {"lr": lr})
                 state.critic_steps += 1
             clock.end("critic")
 
             # --- Actor epochs; none while only the critic is trained
             epochs = args.ppo_epochs if state.iteration >= args.critic_warmup_iterations else 0
-            actor_steps, early_stop = [], None  # the approximate KL that ended the epochs
-            probe = RatioProbe(actor, plan, args, world)  # for the diagnosis
+            actor_stats = []  # of each optimizer step
+            early_stop_kl = None  # the approximate KL at which --target-kl ended the epochs
+            # Remembers the actor's weights, with which the diagnosis compares after the updates.
+            probe = RatioProbe(actor, plan, args, world)
             for n_tokens, minibatch in minibatches(experience, epochs, args, world):
                 loss_denom = n_tokens  # FORK: loss normalization, see `minibatches`.
                 stats = StepStats(n_tokens, world)
@@ -478,7 +494,8 @@ def train(args: Args) -> dict:
                     pg_loss, mb_stats = policy_loss(
                         newlogprobs, mb.old_logprobs, mb.advantages, mb.mask, args.clip_low,
                         args.clip_high, args.dual_clip, loss_denom)  # fmt: skip
-                    entropy = entropies.sum() / loss_denom  # they are 0 outside the mask
+                    # As all results of sampled_logprobs, entropies are 0 outside the mask.
+                    entropy = entropies.sum() / loss_denom
                     loss = pg_loss - args.entropy_coef * entropy
                     if args.kl_in == "loss" and reference is not None:
                         # FORK: KL in the loss.
@@ -490,15 +507,15 @@ def train(args: Args) -> dict:
                     stats.add_loss_terms(policy_loss=pg_loss, entropy=entropy)
                     stats.add_means(mb.n_tokens, **mb_stats)  # names in _max remain maxima
                 grad_norm = nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm)
-                step = stats.read(grad_norm)
-                if args.target_kl is not None and step["approx_kl"] > args.target_kl:
-                    early_stop = step["approx_kl"]
+                step_stats = stats.read(grad_norm)
+                if args.target_kl is not None and step_stats["approx_kl"] > args.target_kl:
+                    early_stop_kl = step_stats["approx_kl"]
                     actor_optimizer.zero_grad()
                     break  # the steps that are not made do not advance the schedule
-                step["lr"] = linear_schedule(args.actor_lr, args.lr_end, state.actor_steps,
-                                             plan.actor_steps_total)  # fmt: skip
-                optimizer_step(actor_optimizer, step["lr"], step["grad_norm"])
-                actor_steps.append(step)
+                lr = linear_schedule(args.actor_lr, args.lr_end, state.actor_steps,
+                                     plan.actor_steps_total)  # fmt: skip
+                optimizer_step(actor_optimizer, lr, step_stats["grad_norm"])
+                actor_stats.append(step_stats | {"lr": lr})
                 state.actor_steps += 1
             clock.end("actor")
 
@@ -508,13 +525,13 @@ def train(args: Args) -> dict:
                 sync_reference(reference, actor, args)
             interrupt = run.received_signal()
             clock.end("hand_over")
-            diagnosis = probe.diagnose(experience, actor_steps, early_stop, state)
-            critic_diagnosis = diagnose_critic(critic, experience, critic_steps, state, args, world)
+            diagnosis = probe.diagnose(experience, actor_stats, early_stop_kl, state)
+            critic_diagnosis = diagnose_critic(critic, experience, critic_stats, state, args, world)
             clock.end("diagnose")
-            run.log(batch, experience, actor_steps, critic_steps, diagnosis, critic_diagnosis,
+            run.log(batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis,
                     clock)  # fmt: skip
             diagnosis.refuse_broken_ratio()  # ends a run whose first ratio was not 1
-            state.end_iteration(args, actor_steps, critic_steps)
+            state.end_iteration(args, actor_stats, critic_stats)
             if interrupt or state.is_due_for_saving(args):
                 save_checkpoint(run, checkpointed, state, args, world)
 
@@ -551,10 +568,7 @@ def sync_reference(reference: Transformer, actor: Transformer, args: Args) -> No
 
 # === 4. Experience ===
 # From a rollout, which is what sampler and environments have left, to the experience that the
-# updates learn from, and to the minibatches and microbatches of the updates. Models are called in
-# three ways, see Transformer.forward: model(tokens) gives logits, or values, after each token; with
-# `packing` it gives log-probs of the sampled tokens, or values before them; with a KV cache, which
-# is for the rollout, logits after the new tokens.
+# updates learn from, and to the minibatches and microbatches of the updates.
 
 
 Conversation = list[tuple[str, str]]  # (role, text) of each turn, the prompt first
@@ -569,7 +583,10 @@ class Rollout:
     logprobs: Tensor  # [N, T] log-probs of the sampler, 0 outside the mask
     rewards: Tensor  # [N, T] a turn's reward on its last token, dense rewards where earned
     lengths: Tensor  # [N] tokens without padding
-    stop: list[str]  # "eos": terminated; "length": no room for more; "env": truncated by it
+    # How each sample ended. "eos": the environment terminated it, after a stop token. "length": the
+    # token limit cut its last response, or left no room for another turn. "env": the environment
+    # truncated it.
+    stop: list[str]
     texts: list[str]  # what followed the prompt
     stats: dict[str, float]  # of the rollout as a whole; logged
     prompts: list[str]
@@ -598,8 +615,8 @@ class Experience:
     logprobs: Tensor  # of the sampler
     lengths: Tensor  # [N] on the CPU
     # [N, T] bool: sampled by the actor. Log-probs, values, advantages and returns are 0 where it is
-    # False. It is on the CPU, where one can count without waiting for the device; `mask` is the
-    # same on the device.
+    # False. It is on the CPU, since counting on the device would make the host wait; `mask` is a
+    # copy on the device.
     cpu_mask: Tensor
     extras: dict[str, Tensor]  # of the Rollout
     # What follows is filled in by `make_experience`.
@@ -653,8 +670,9 @@ class Experience:
     def __getitem__(self, rows: Tensor) -> Experience:
         """The samples `rows` [B], indices on the CPU, cropped to the longest of them.
 
-        Without rows it is the first token of sample 0, of a prompt, and nothing is sampled: a rank
-        that has no samples must run its models too, since FSDP's calls are collective.
+        `rows` may be empty. Since FSDP's calls are collective, a rank without samples must run its
+        models, too: it gets the first token of sample 0, which belongs to a prompt, so that the
+        mask is False and the loss 0.
         """
         lengths = self.lengths[rows]
         if len(rows) == 0:
@@ -703,12 +721,12 @@ def forward_all(function: Callable, experience: Experience, args: Args, world: W
     everything = torch.arange(len(experience))
     shares = microbatches(everything, experience.lengths, args.micro_batch_tokens, world)
     for rows in progress(shares, "scoring, microbatches"):
-        # torch.compile has another graph for forwards without gradients, which rounds otherwise: in
-        # bfloat16 the first ratio would not be 1. So compiled models score with gradients, although
-        # nobody needs them; `detach` frees the activations of a microbatch before the next one.
+        # torch.compile has another graph for forwards without gradients, which rounds differently:
+        # in bfloat16 the first ratio would not be 1. So compiled models score with gradients, which
+        # are not used; `detach` frees the activations of a microbatch before the next one.
         with torch.set_grad_enabled(args.compile == "on"):
             result = function(experience[rows]).detach().float()
-        # An empty share has one row in `result`, but none here, see Experience.__getitem__.
+        # For empty `rows` the result has a row all the same, see Experience.__getitem__: drop it.
         out[upload(rows, device), : result.shape[1]] = result[: len(rows)]
     return world.all_reduce(out)
 
@@ -727,7 +745,7 @@ def logprobs_of_all(
 def add_scores(batch: Rollout, reward_model: RewardModel, args: Args, world: World) -> None:
     """Add the reward model's score of each sample to the reward of its last token."""
     scores = reward_model.score(batch.conversations, args, world).cpu()  # [N]
-    batch.rewards[torch.arange(len(scores)), batch.lengths - 1] += scores  # which was sampled
+    batch.rewards[torch.arange(len(scores)), batch.lengths - 1] += scores
     batch.stats["objective/reward_model"] = float(scores.mean())
 
 
@@ -743,9 +761,10 @@ def make_experience(
     mask = experience.mask
 
     # --- Log-probs [N, T]
-    old_logprobs = experience.logprobs  # of the sampler
     if args.recompute_old_logprobs:
         old_logprobs = logprobs_of_all(actor, experience, args, world)
+    else:
+        old_logprobs = experience.logprobs  # the sampler's
     ref_logprobs = old_logprobs  # without a reference the KL is 0
     if reference is not None:
         ref_logprobs = logprobs_of_all(reference, experience, args, world)
@@ -757,7 +776,9 @@ def make_experience(
     #     - kl_coef * its KL to the reference, for every sampled token (with --kl-in reward)
     rewards = batch.rewards.to(world.device, copy=True)
     rows = torch.arange(len(experience), device=world.device)
-    last = upload(batch.lengths - 1, world.device)  # [N] the last token, which was sampled
+    # [N] The last token. It was sampled, since text of the environment is appended only if there is
+    # room for a response to it.
+    last = upload(batch.lengths - 1, world.device)
     stop_ids = upload(torch.tensor(tokenizer.stop_ids), world.device)
     no_eos = ~torch.isin(experience.tokens[rows, last], stop_ids)  # [N]
     rewards[rows, last] -= args.missing_eos_penalty * no_eos
@@ -779,15 +800,17 @@ def make_experience(
     bootstrap = None  # the return of a truncated sample ends with 0, like that of a complete one
     if args.bootstrap_truncated:
         # [N, T] the value of the state after each token; sampled_values gives that before it.
-        after = forward_all(lambda mb: critic(mb.tokens), experience, args, world)
+        values_after = forward_all(lambda mb: critic(mb.tokens), experience, args, world)
         truncated = upload(torch.tensor([stop != "eos" for stop in batch.stop]), world.device)
-        bootstrap = after[rows, last] * truncated  # [N]
+        bootstrap = values_after[rows, last] * truncated  # [N]
+    # Once for each lambda: that of the advantages, that of the returns which the critic learns, and
+    # 1, with which returns are Monte Carlo returns: the log judges the critic by them.
     advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
     _, returns = compute_gae(rewards, values, mask, args.gamma, args.critic_lambda, bootstrap)
-    _, mc_returns = compute_gae(rewards, values, mask, args.gamma, 1.0, bootstrap)  # for the log
+    _, mc_returns = compute_gae(rewards, values, mask, args.gamma, 1.0, bootstrap)
     advantage_std = float(advantages[mask].std()) if experience.n_tokens > 1 else 0.0
     if advantage_std < 1e-6:
-        # All tokens are equally good, but for rounding errors, which whitening would amplify.
+        # All tokens are equally good up to rounding errors, which whitening would amplify.
         advantages = torch.zeros_like(advantages)
     else:
         advantages = masked_whiten(advantages, mask)
@@ -809,10 +832,13 @@ def minibatches(
 
     Yields how many sampled tokens a minibatch has on all ranks, and this rank's microbatches of it.
     Losses are divided by this number, which makes them means over tokens. For means over samples
-    let loss_denom be args.train_batch_size, and divide each token's loss, inside policy_loss and
-    value_loss, and its entropy and KL, by mask.sum(1, keepdim=True).clamp(min=1).
+    set `loss_denom = args.train_batch_size` in both loops of `train`, and divide what is summed,
+    `losses` in policy_loss and value_loss, and in the actor's loop entropies and KL, by
+
+        mask.sum(1, keepdim=True).clamp(min=1)  # [B, 1] sampled tokens of each sample
     """
     for epoch in range(epochs):
+        # One number for (seed, iteration, epoch).
         seed = ((args.seed * 1_000_003 + experience.iteration) * 1_000_003 + epoch) % 2**63
         order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed))
         # FORK: which samples make a minibatch.
@@ -829,9 +855,9 @@ def minibatches(
 # computes a step, its slot idles.
 # In this section `actor` is the sampler, the copy of the actor that generates text. Dimensions: B
 # rows decode together, R of them begin a turn, and after K decode steps the host looks at the
-# results. A forward with `cache.view(n, rows)` reads the first n positions of these rows of the KV
-# cache, or a few more. It may write to any position, and what nobody needs is written to position
-# S, which is `cache.scratch`.
+# results. A forward with `cache.view(n, rows)` attends to the first n positions of these rows of
+# the KV cache, or to a few more. Position S of the cache, `cache.scratch`, is a dummy: rows that
+# are finished, and padding, write there, so that shapes stay the same.
 
 # Seconds in a rollout that are spent on waiting for an environment while other rows could decode:
 # an environment that answers at once should not miss the next decode step.
@@ -855,7 +881,7 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     cached: int = 0  # tokens whose keys and values are in the KV cache
-    turn: int = 0  # index of the first token of the newest response
+    turn: int = 0  # where the newest response begins
     stop: str = ""  # see Rollout; empty while the episode goes on
     success: bool = False
     info: dict = field(default_factory=dict)  # of the environment's last answer
@@ -943,8 +969,8 @@ def decode_step(
     logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
     preference = logprobs
     if not greedy:
-        # The index of the largest p / exponential noise is distributed as p. torch.multinomial
-        # would make the host wait.
+        # The index of the largest p / exponential noise is distributed as p, as with Gumbel noise
+        # on the log-probs. torch.multinomial would make the host wait.
         noise = sampling_noise(slots.noise_keys, slots.length, logits.shape[1])
         preference = logprobs.exp() / noise
     token = preference.argmax(dim=-1, keepdim=True)  # [B, 1]
@@ -1754,7 +1780,7 @@ def load_weights(model: Transformer, folder: str | Path, needs_head: bool = True
 def read_tensors(tensors: dict[str, Tensor], folder: str | Path, optional=frozenset()) -> None:
     """Fill `tensors`, sharded or not, from the safetensors in `folder`.
 
-    Raises UserError if names or shapes differ, but for the names in `optional`, which either side
+    Raises UserError if names or shapes differ, except for names in `optional`, which either side
     may lack.
     """
     with attempt(f"load the safetensors of {folder}"):
@@ -2043,7 +2069,7 @@ class StepStats:
 
     Each is a scalar tensor. Terms of the loss are sums divided by the same number in all
     microbatches, so they add up, as their gradients do. Other statistics are means over the sampled
-    tokens of a microbatch and become the mean over those of the minibatch, but for those whose
+    tokens of a microbatch and become the mean over those of the minibatch, except those whose
     names end in _max, which are maxima and remain maxima.
     """
 
@@ -2084,7 +2110,7 @@ def token_mean(steps: list[dict], name: str) -> float | None:
 
 
 def metrics(
-    state, args, batch, experience, actor_steps, critic_steps, diagnosis, critic_diagnosis, clock
+    state, args, batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis, clock
 ) -> dict:
     """A line of metrics.jsonl. Means over steps are weighted by tokens, without skipped steps."""
     N, mask = len(experience), experience.mask
@@ -2108,7 +2134,7 @@ def metrics(
     row |= {f"time/{phase}": seconds for phase, seconds in clock.phases.items()}
     row |= {f"ratio/{name}": value for name, value in diagnosis.signals.items()}
     row["ratio/diagnosis"] = diagnosis.cause
-    row["ratio/steps"] = actor_steps  # the statistics of each step take the place of their number
+    row["ratio/steps"] = actor_stats  # the statistics of each step take the place of their number
     sampler_diff = row.pop("ratio/sampler_diff")
     if args.recompute_old_logprobs:
         row["debug/sampler_trainer_logprob_diff"] = sampler_diff
@@ -2117,7 +2143,7 @@ def metrics(
         row["rollout/is_weight_mean"] = float(masked_mean(weights, mask))
         row["rollout/is_weight_max"] = float(weights.max())
         row["rollout/is_capped"] = float(masked_mean((weights > args.rollout_is_cap).float(), mask))
-    for model, steps in (("actor", actor_steps), ("critic", critic_steps)):
+    for model, steps in (("actor", actor_stats), ("critic", critic_stats)):
         made = [step for step in steps if not step["skipped"]]
         row[f"grad/skipped_{model}"] = len(steps) - len(made)
         row[f"grad/{model}_norm"] = token_mean(made, "grad_norm")
@@ -2144,12 +2170,12 @@ def describe_values(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, 
     """How good the values [N, T] of a rollout are. The critic has not learned from it yet.
 
     `returns` must be Monte Carlo returns. The returns that the critic learns contain the values
-    themselves if --critic-lambda is below 1: to explain these is no merit.
+    themselves if --critic-lambda is below 1: to explain these says nothing about the critic.
 
     gain is the variance of the advantages that a constant baseline would give, over that of the
     advantages with the critic, both with a lambda of 1: how many times more samples a constant
     would need. Below 1 the critic adds noise (https://arxiv.org/abs/2604.19485). A lambda below 1
-    lowers both variances by withholding the reward from early tokens, which is no merit, either.
+    lowers both variances by withholding the reward from early tokens, which says nothing, either.
     """
     n = mask.cumsum(1)  # [N, T] at a sampled token: which of its sample it is, from 1
     first, last = mask & (n == 1), mask & (n == n[:, -1:])
@@ -2887,7 +2913,20 @@ def build_reward_model(args: Args, world: World) -> RewardModel | None:
 
 
 def make_optimizer(model: Transformer, args: Args) -> torch.optim.AdamW:
-    """AdamW for the parameters that train. It allocates its moments at the first step."""
+    """AdamW for the parameters that train. It allocates its moments at the first step.
+
+    FORK: another model that trains, such as a second critic. Build it in build_models, and in train
+    give it an optimizer and an entry in `checkpointed`, so that it is saved and resumed. What goes
+    wrong silently:
+    - Critics with the same start and the same minibatches stay equal. Give each its own order, by
+      minibatches(..., dataclasses.replace(args, seed=...), world), and more than one minibatch in
+      an epoch, since the order of a single one makes no difference.
+    - The value loss clips around old values. If `values` is the critics' mean, each of them, the
+      first one too, needs its own: keep them in experience.extras.
+    - Each needs a counter of its steps in TrainState, for its learning rate, and a place in
+      end_iteration, which ends a run whose gradients are not finite.
+    - In make_experience `values_after`, for --bootstrap-truncated, is that of one critic.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     betas = (args.adam_beta1, 0.999)
     return torch.optim.AdamW(trained, betas=betas, weight_decay=0.0, fused=True)
@@ -2964,11 +3003,11 @@ class TrainState:
     file_sizes: dict = field(default_factory=dict)  # of *.jsonl, in bytes
 
     def end_iteration(
-        self, args: Args, actor_steps: list[dict], critic_steps: list[dict]
+        self, args: Args, actor_stats: list[dict], critic_stats: list[dict]
     ) -> None:
         self.iteration += 1
         self.next_seed += args.rollout_batch_size
-        for i, steps in enumerate((actor_steps, critic_steps)):
+        for i, steps in enumerate((actor_stats, critic_stats)):
             for step in steps:
                 self.skipped_in_a_row[i] = self.skipped_in_a_row[i] + 1 if step["skipped"] else 0
         if max(self.skipped_in_a_row) >= 20:
@@ -3054,11 +3093,11 @@ class RunFolder:
         self.files[name].flush()
 
     def log(
-        self, batch, experience, actor_steps, critic_steps, diagnosis, critic_diagnosis, clock
+        self, batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis, clock
     ) -> None:
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
         args, state = self.args, self.state
-        row = metrics(state, args, batch, experience, actor_steps, critic_steps, diagnosis,
+        row = metrics(state, args, batch, experience, actor_stats, critic_stats, diagnosis,
                       critic_diagnosis, clock)  # fmt: skip
         if RANK > 0:
             return
