@@ -5,8 +5,8 @@
 
 Every method gets 256 samples an iteration and otherwise the defaults; groups are four samples of one prompt, by
 tests/forks/group_normalised.patch. The level is 90 % of right answers, or of sorting ten digits a reward of 0.8, the
-share of digits in place. It is that of the rollouts, which are sampled, each of prompts that were not asked before, and is
-reached where the mean over five iterations is above it. Seconds are those of iterations.
+share of digits in place. It is that of the rollouts, which are sampled, each of prompts that were not asked before, and
+is reached where the mean over five iterations is above it. Seconds are those of iterations.
 """
 
 import contextlib
