@@ -9,6 +9,7 @@ against Monte Carlo returns, of values from before the critic has seen the rollo
 one core, of `largest` 28, and 7 GB of memory.
 """
 
+import collections
 import contextlib
 import io
 import json
@@ -55,7 +56,8 @@ def pretrain(folder: str, flags: dict, iterations: int, seed: int, runs: str) ->
 
 def table() -> None:
     common.table(["task", "settings", "seed", "explained variance, mean of the middle half (range)",
-                  "value / return in iteration 4, 7, 14", "held-out answers right, sampled, %"])  # fmt: skip
+                  "value / return in iteration 4, 7, 14", "diagnosis, iterations",
+                  "held-out answers right, sampled, %"])  # fmt: skip
     for line in RESULTS.read_text().splitlines():
         run = json.loads(line)
         rows = run["rows"]
@@ -64,7 +66,10 @@ def table() -> None:
         explained = f"{statistics.mean(middle):.2f} ({min(middle):.2f} to {max(middle):.2f})"
         values = [f"{rows[i]['critic/value_mean']:.2f} / {rows[i]['critic/return_mean']:.2f}" for i in (3, 6, -1)]
         right = [f"{100 * point['sampled']['success']:.0f}" for point in run["points"]]
-        common.line([run["task"], run["settings"], run["seed"], explained, ", ".join(values), " ".join(right)])
+        causes = collections.Counter(row.get("critic/diagnosis") for row in rows)
+        diagnosis = ", ".join(f"{cause} {n}" for cause, n in causes.items() if cause) or "none"
+        common.line([run["task"], run["settings"], run["seed"], explained, ", ".join(values), diagnosis,
+                     " ".join(right)])  # fmt: skip
 
 
 def main():
