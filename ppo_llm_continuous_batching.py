@@ -2362,10 +2362,11 @@ def diagnose_critic(critic, experience, steps, state, args, world) -> Diagnosis:
     The state remembers what the next iteration compares with, and a cause is named only if it has
     lasted for some iterations, see TrainState.remember.
     """
-    some = experience[torch.arange(max(1, len(experience) // 8))]
+    N = len(experience)
+    some = experience[torch.arange(min(N, max(8, N // 8)))]
     newvalues = forward_all(lambda mb: sampled_values(critic, mb), some, args, world)
     change = float((newvalues - some.values)[some.mask].abs().mean())
-    tokens = experience.n_tokens / len(experience)  # of a sample
+    tokens = experience.n_tokens / N  # of a sample
     signals = describe_values(experience.values, experience.mc_returns, experience.mask)
     distance = abs(signals["value_mean"] - signals["return_mean"])
     signals |= {
@@ -2401,8 +2402,9 @@ def diagnose_values(signals: dict) -> Diagnosis:
     evidence = ", ".join(f"{name} {value:.2g}" for name, value in signals.items())
     because = lambda cause, advice="": Diagnosis(cause, advice, evidence, signals)
     # The critic takes a while to learn the level of the returns. To be far from it is a fault only
-    # if the distance does not shrink.
-    is_far = s.distance > s.scale / 2 and s.distance > 0.95 * s.distance_before
+    # if the distance does not shrink, or if it would take more than 20 iterations.
+    is_far = s.distance > s.scale / 2
+    stays_far = is_far and s.distance > 0.95 * s.distance_before
     # Towards the end of a successful run nearly all samples earn the same. What is left of the
     # variance is then noise, which no critic can predict.
     returns_vary = s.return_std > s.scale / 4
@@ -2411,11 +2413,11 @@ def diagnose_values(signals: dict) -> Diagnosis:
         return because("critic_not_trained", "see --critic-epochs; are values NaN?")
     if s.reward_std < 1e-6:
         return because("reward_constant", "all samples earn the same: all right, or nothing is?")
-    if is_far and s.change_over_clip > 0.8:
+    if stays_far and s.change_over_clip > 0.8:
         return because("value_clip_binds", "large rewards: raise --value-clip, or set it to None")
     if is_far and s.change < s.distance / 20:
         return because("critic_lr_too_small", "values hardly move: raise --critic-lr")
-    if is_far:
+    if stays_far:
         return because("critic_behind", "returns move faster than values: raise --critic-epochs")
     if returns_vary and s.explained_variance < 0.05 and s.value_std < s.return_std / 20:
         return because("values_constant", "raise --critic-lr, unless rewards cannot be predicted")
@@ -2995,8 +2997,7 @@ class TrainState:
     critic_steps: int = 0
     skipped_in_a_row: list = field(default_factory=lambda: [0, 0])  # of actor and critic
     last_cause: str | None = None  # of the diagnosis of the ratio
-    critic_cause: str | None = None  # of that of the critic
-    critic_cause_iterations: int = 0  # in how many iterations in a row it has been the same
+    critic_faults_in_a_row: int = 0  # iterations in which the diagnosis of the critic had a cause
     value_distance: float = math.inf  # see diagnose_values
     return_scale: float = 0.0  # see diagnose_values
     eval_before: dict | None = None
@@ -3018,14 +3019,14 @@ class TrainState:
     def remember(self, diagnosis: Diagnosis) -> Diagnosis:
         """Keep what the critic's next diagnosis compares with.
 
-        Returns the diagnosis, without its cause if that has not lasted for LASTING iterations yet.
+        Returns the diagnosis, without its cause unless there was one in each of the last LASTING
+        iterations. It need not have been the same: samples are few, and a critic that does not
+        learn may look far from the returns in one iteration and constant in the next.
         """
         self.value_distance = diagnosis.signals["distance"]
         self.return_scale = diagnosis.signals["scale"]
-        is_same = diagnosis.cause == self.critic_cause
-        self.critic_cause_iterations = self.critic_cause_iterations + 1 if is_same else 1
-        self.critic_cause = diagnosis.cause
-        has_lasted = self.critic_cause_iterations >= self.LASTING
+        self.critic_faults_in_a_row = self.critic_faults_in_a_row + 1 if diagnosis.cause else 0
+        has_lasted = self.critic_faults_in_a_row >= self.LASTING
         return diagnosis if has_lasted else dataclasses.replace(diagnosis, cause=None)
 
     def is_due_for_evaluation(self, args: Args) -> bool:
@@ -3122,7 +3123,7 @@ class RunFolder:
         if cause and cause != state.last_cause:
             print0(f"  ratio: {cause}: {diagnosis.advice} ({diagnosis.evidence})")
         state.last_cause = cause
-        if critic_diagnosis.cause and state.critic_cause_iterations == state.LASTING:
+        if critic_diagnosis.cause and state.critic_faults_in_a_row == state.LASTING:
             advice = f"{critic_diagnosis.advice} ({critic_diagnosis.evidence})"
             print0(f"  critic: {critic_diagnosis.cause}: {advice}")
         kl = f"KL {row['objective/kl']:.4f}, " if args.kl_coef else ""

@@ -93,7 +93,8 @@ NAN = dict.fromkeys(("explained_variance", "gain", "explained_after"), float("na
 @pytest.mark.parametrize(("changes", "expected"), [
     ({}, None), (dict(steps=0), "critic_not_trained"), (dict(reward_std=0.0), "reward_constant"),
     (FAR | dict(change=0.2, change_over_clip=1.0), "value_clip_binds"), (FAR, "critic_lr_too_small"),
-    (FAR | dict(change=1.0), "critic_behind"), (FAR | dict(distance_before=4.0), None),  # it catches up
+    (FAR | dict(change=1.0), "critic_behind"), (FAR | dict(change=1.0, distance_before=4.0), None),  # it catches up
+    (FAR | dict(distance_before=4.0), "critic_lr_too_small"),  # too slowly
     (dict(explained_variance=0.0, value_std=0.01, gain=1.0), "values_constant"), (dict(value_std=0.01), None),
     (dict(gain=0.7, explained_after=0.9), "critic_overfits"),
     (dict(gain=0.7, explained_after=0.1), "worse_than_constant"), (DONE, None), (DONE | dict(value_std=0.0), None),
@@ -103,6 +104,13 @@ NAN = dict.fromkeys(("explained_variance", "gain", "explained_after"), float("na
 def test_diagnosis_of_signals(ppo, changes, expected):
     diagnosis = ppo.diagnose_values(HEALTHY | changes)
     assert diagnosis.cause == expected and diagnosis.evidence and (diagnosis.advice or expected is None)
+
+
+def test_a_fault_is_named_after_five_iterations_with_one(ppo):
+    state, named = ppo.TrainState(), []
+    for changes in (FAR, dict(steps=0), {}, FAR, dict(reward_std=0.0), FAR, dict(steps=0), FAR, dict(steps=0), {}):
+        named.append(state.remember(ppo.diagnose_values(HEALTHY | changes)).cause)
+    assert named == [None] * 7 + ["critic_lr_too_small", "critic_not_trained", None]
 
 
 def with_rewards(shape):
