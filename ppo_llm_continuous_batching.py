@@ -200,7 +200,8 @@ class Args:
     # Learning rate of the actor at the first step. Default: 5e-4, with --model 1e-5, which suits
     # small models; 1e-6 is customary for 7B.
     actor_lr: PositiveOrZero | None = None
-    # Learning rate of the critic at the first step. Default: 1e-3, with --model 1e-5.
+    # Learning rate of the critic at the first step. Default: 0.064 divided by the width of the critic
+    # (hidden_size), which is 1e-3 without --model, 1.1e-4 for SmolLM2-135M and 1.8e-5 for a 7B.
     critic_lr: PositiveOrZero | None = None
     # Adam's beta1, the decay rate of its momentum. Default: 0.5, with --model 0.9.
     adam_beta1: Fraction | None = None
@@ -291,7 +292,6 @@ DEFAULTS = {  # of flags that are None: without --model, with --model
     "sft_steps": (60, 0),
     "sft_lr": (1.3e-3, 1e-5),
     "actor_lr": (5e-4, 1e-5),
-    "critic_lr": (1e-3, 1e-5),
     "adam_beta1": (0.5, 0.9),
     "kl_coef": (0.02, 0.01),
 }
@@ -2544,7 +2544,7 @@ def step_table(args: Args, plan: Plan) -> str:
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     prompts, n = args.rollout_batch_size, args.n_samples_per_prompt
     kl = f"KL ({args.kl_estimator}) x {args.kl_coef:g} in the {args.kl_in}"
-    defaults = ", ".join(f"{name} {getattr(args, name):g}" for name in DEFAULTS)
+    defaults = ", ".join(f"{name} {getattr(args, name):g}" for name in [*DEFAULTS, "critic_lr"])
     compiles = "on: the start takes minutes longer" if args.compile == "on" else "off"
     return f"""\
   rollout    {prompts} prompts x {n} = {prompts * n} samples
@@ -2871,6 +2871,12 @@ def build_models(args: Args, env: gym.Env, world: World):
         if critic_tokenizer.hf.get_vocab() != tokenizer.hf.get_vocab():
             reads = f"--critic-model {args.critic_model}: a critic reads the actor's tokens"
             raise UserError(f"{reads}, but its tokenizer has another vocabulary")
+    if args.critic_lr is None:
+        # A step of Adam moves each weight of the head by the learning rate, and so the values by
+        # the rate times the width. The head begins with zeros and has to reach the level of the
+        # returns, which takes equally long for all widths if the rate falls with the width, as in
+        # maximal update parametrization (https://arxiv.org/abs/2203.03466).
+        args.critic_lr = 0.064 / critic_config.hidden_size
     longest = args.max_prompt_tokens + args.max_new_tokens
     for folder, model_config in ((args.model, config), (args.critic_model, critic_config)):
         if longest > model_config.max_position_embeddings:

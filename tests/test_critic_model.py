@@ -33,6 +33,18 @@ def test_a_language_model_gets_the_head_of_zeros_that_a_copy_of_the_actor_has(pp
     assert not explicit.experiences[0].values.any() and explicit.experiences[1].values.any()
 
 
+def test_values_rise_equally_fast_for_all_widths_with_the_default_learning_rate(ppo, tmp_path):
+    rises = []
+    for width in (64, 256, 512):
+        folder = str(model_folder(ppo, tmp_path / f"actor{width}", hidden_size=width, **TOKENIZER))
+        flags = FITS | dict(model=folder, critic_lr=None, value_clip=None, run_name=f"run{width}")
+        run = record(ppo, tmp_path, env_id="environments:Constant-v0", **flags)
+        assert max(lr for model, lr, _ in run.steps if model == "critic") == 0.064 / width
+        experience = run.experiences[1]
+        rises.append(float(experience.values[experience.mask].mean()))
+    assert min(rises) > 0.01 and max(rises) < 1.5 * min(rises), rises
+
+
 @pytest.mark.parametrize("settings", [dict(num_hidden_layers=2), SMALLER])
 def test_it_starts_with_the_values_of_the_classifier_and_its_export_can_be_the_next_start(
     ppo, actor, tmp_path, settings
