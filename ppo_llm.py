@@ -215,11 +215,12 @@ class Args:
     gamma: Fraction = 1.0
     # Lambda of generalized advantage estimation. With 1 the advantage of a token is the sum of all
     # rewards from it on, minus its value; with 0 it is its reward plus the next value, minus its
-    # value. Lambdas between interpolate: with 0.95 a reward 100 tokens later counts 0.6 %.
-    gae_lambda: Fraction = 0.95
+    # value. Lambdas between interpolate: with 0.95, customary for short answers, a reward 100
+    # tokens later counts 0.6 %.
+    gae_lambda: Fraction = 1.0
     # Lambda of the returns that the critic learns to predict. With 1 they are sums of rewards, with
     # less they also contain the critic's own values.
-    critic_lambda: Fraction = 0.95
+    critic_lambda: Fraction = 1.0
     # The probability ratio of new and old policy is clipped from below at 1 - clip_low.
     clip_low: Annotated[float, Range(1e-9, 1)] = 0.2
     # The probability ratio of new and old policy is clipped from above at 1 + clip_high.

@@ -33,15 +33,14 @@ TASKS = {
     "think": SUMS | dict(env_kwargs='{"digits": 2, "partial": true, "think": true}', max_new_tokens=60, actor_lr=2e-5),
     "largest": SUMS | dict(env_id="Largest-v0", max_new_tokens=40),
 }
+OLD = dict(gae_lambda=0.95, critic_lambda=0.95)  # the defaults up to 3448c94, with a rate of 1e-5
 SETTINGS = {
-    "1e-5": dict(critic_lr=1e-5, critic_lambda=0.95),
-    "1e-4": dict(critic_lr=1e-4, critic_lambda=0.95),
-    "1e-4, returns 1": dict(critic_lr=1e-4, critic_lambda=1.0),
-    "1e-4, both 1": dict(critic_lr=1e-4, critic_lambda=1.0, gae_lambda=1.0),
-    "3e-4, returns 1": dict(critic_lr=3e-4, critic_lambda=1.0),
-    "1e-4, returns 1, 6 epochs": dict(critic_lr=1e-4, critic_lambda=1.0, critic_epochs=6),
-    "1e-4, returns 1, no value clip": dict(critic_lr=1e-4, critic_lambda=1.0, value_clip=None),
-    "1e-4, both 1, pretrained": dict(critic_lr=1e-4, critic_lambda=1.0, gae_lambda=1.0, pretrain=4),
+    "1e-5, 0.95": dict(critic_lr=1e-5) | OLD,
+    "1e-4, advantages 0.95": dict(critic_lr=1e-4, gae_lambda=0.95),
+    "1e-4": dict(critic_lr=1e-4),
+    "3e-4, advantages 0.95": dict(critic_lr=3e-4, gae_lambda=0.95),
+    "1e-4, advantages 0.95, 6 epochs": dict(critic_lr=1e-4, gae_lambda=0.95, critic_epochs=6),
+    "1e-4, pretrained": dict(critic_lr=1e-4, pretrain=4),
 }
 
 
@@ -52,6 +51,18 @@ def pretrain(folder: str, flags: dict, iterations: int, seed: int, runs: str) ->
         ppo_llm.train(ppo_llm.Args(model=folder, seed=1000 + seed, device="cpu", log_dir=runs, run_name="pretrained",
                                    save_every=0, eval_episodes=1, **flags))  # fmt: skip
     return f"{runs}/pretrained/critic"
+
+
+def diagnoses(rows: list[dict]) -> list[str | None]:
+    """What the present version says of each iteration."""
+    state, causes = ppo_llm.TrainState(), []
+    for row in rows:
+        numbers = {name.removeprefix("critic/"): value for name, value in row.items() if name.startswith("critic/")}
+        signals = {name: float("nan") if value is None else value for name, value in numbers.items()}
+        if "change" in signals:
+            signals = {"explained_after": float("nan")} | signals | {"distance_before": state.value_distance}
+            causes.append(state.remember(ppo_llm.diagnose_values(signals)).cause)
+    return causes
 
 
 def table() -> None:
@@ -66,8 +77,10 @@ def table() -> None:
         explained = f"{statistics.mean(middle):.2f} ({min(middle):.2f} to {max(middle):.2f})"
         values = [f"{rows[i]['critic/value_mean']:.2f} / {rows[i]['critic/return_mean']:.2f}" for i in (3, 6, -1)]
         right = [f"{100 * point['sampled']['success']:.0f}" for point in run["points"]]
-        causes = collections.Counter(row.get("critic/diagnosis") for row in rows)
+        causes = collections.Counter(diagnoses(rows))
         diagnosis = ", ".join(f"{cause} {n}" for cause, n in causes.items() if cause) or "none"
+        if "critic/change" not in rows[0]:
+            diagnosis = ""  # by an older version, without the signals of the diagnosis
         common.line([run["task"], run["settings"], run["seed"], explained, ", ".join(values), diagnosis,
                      " ".join(right)])  # fmt: skip
 

@@ -1,11 +1,11 @@
 """Critics that learn from the samples of a run of benchmarks/critic.py, without its actor: many settings, same samples.
 
-    python benchmarks/critic.py DIR TASK "1e-4, both 1" 1              # the run whose samples are kept in runs/critic
-    python benchmarks/critic_alone.py DIR TASK "1e-4, both 1" 1 CRITIC ...  # adds a line for each to critic_alone.jsonl
+    python benchmarks/critic.py DIR TASK "1e-4" 1              # the run whose samples are kept in runs/critic
+    python benchmarks/critic_alone.py DIR TASK "1e-4" 1 CRITIC ...  # adds a line for each to critic_alone.jsonl
     python benchmarks/critic_alone.py table
 
 The critic does not influence the samples here, so that two critics differ by nothing but themselves. Each predicts the
-Monte Carlo returns of a rollout first, the KL penalty included, and then learns from them (--critic-lambda 1).
+Monte Carlo returns of a rollout first, the KL penalty included, and then learns from them.
 """
 
 import dataclasses

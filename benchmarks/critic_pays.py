@@ -34,9 +34,8 @@ TASKS = {
 LEVELS = {"sort": ("objective/accuracy", 0.9), "sort 10": ("objective/reward", 0.8), "key": ("objective/accuracy", 0.9)}
 METHODS = {
     "critic": {},
-    "critic, returns 1": dict(critic_lambda=1.0),
-    "critic, both 1": dict(critic_lambda=1.0, gae_lambda=1.0),
-    "constant": dict(critic_epochs=0, gae_lambda=1.0),  # all values are 0, and advantages are whitened
+    "critic, lambdas 0.95": dict(critic_lambda=0.95, gae_lambda=0.95),
+    "constant": dict(critic_epochs=0),  # all values are 0, and advantages are whitened
     "group": dict(rollout_batch_size=64, n_samples_per_prompt=4),
 }
 

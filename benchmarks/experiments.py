@@ -113,8 +113,8 @@ EXPERIMENTS = {
     "lambda": Experiment(
         "What do lambda and the critic do?",
         [Run("0", "--gae-lambda 0 --critic-lambda 0"), Run("0.5", "--gae-lambda 0.5 --critic-lambda 0.5"),
-         Run("0.95, default"), Run("1", "--gae-lambda 1 --critic-lambda 1"),
-         Run("constant baseline", "--critic-epochs 0 --gae-lambda 1")], "explained_variance"),
+         Run("0.95", "--gae-lambda 0.95 --critic-lambda 0.95"), Run("1, default"),
+         Run("constant baseline", "--critic-epochs 0")], "explained_variance"),
     "lr": Experiment(
         "Which learning rate, and what breaks first?",
         [Run("x 0.1", "--actor-lr 5e-5 --critic-lr 1e-4"), Run("x 0.3", "--actor-lr 1.5e-4 --critic-lr 3e-4"),

@@ -105,7 +105,7 @@ def main() -> None:
     batch = as_rollout(folder, rows, rewards)
     as_trl = as_rollout(folder, rows, rewards)
     ended = batch.mask.sum(1) < FLAGS["max_new_tokens"]
-    as_trl.rewards[ended] *= ppo_llm.Args.gae_lambda
+    as_trl.rewards[ended] *= FLAGS["gae_lambda"]
     print(f"{len(rows)} samples, {sum(reward > 0 for reward in rewards)} right, {int(ended.sum())} ended early\n")
     common.table(["gradient of", "side", "cosine with TRL's", "norm", "norm of TRL's"])
     for side, samples in ("ours", batch), ("ours, as TRL", as_trl):

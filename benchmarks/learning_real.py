@@ -32,7 +32,7 @@ SUMS = dict(env_id="Sums-v0", rollout_batch_size=32, train_batch_size=16, max_pr
 CHEERFUL = dict(env_id="Cheerful-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64,
                 max_new_tokens=48, num_iterations=16, actor_lr=2e-5, critic_lr=2e-5)  # fmt: skip
 TWO = SUMS | dict(env_kwargs='{"digits": 2}', num_iterations=24, actor_lr=2e-5, critic_lr=2e-5)
-FAST = SUMS | dict(num_iterations=8, actor_lr=2e-5, critic_lr=2e-5)  # beside TRL
+FAST = SUMS | dict(num_iterations=8, actor_lr=2e-5, critic_lr=2e-5, gae_lambda=0.95, critic_lambda=0.95)  # as TRL
 TASKS = {
     "sums": SUMS | dict(num_iterations=28),
     "sums, fast": FAST,

@@ -32,7 +32,7 @@ RESULTS = Path("runs/learning_trl.json")
 TASK = dict(max_prompt_tokens=16, max_new_tokens=8, ppo_epochs=2, device="cpu",
             save_every=0)  # fmt: skip
 MATCHED = dict(rollout_batch_size=SAMPLES, train_batch_size=128, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE,
-               lr_end=0.0, kl_coef=0.01)  # fmt: skip
+               lr_end=0.0, kl_coef=0.01, gae_lambda=0.95, critic_lambda=0.95)  # fmt: skip
 DEFAULTS = dict(rollout_batch_size=256, train_batch_size=64, actor_lr=5e-4, critic_lr=1e-3, adam_beta1=0.5,
                 kl_coef=0.02)  # fmt: skip
 

@@ -31,8 +31,8 @@ ASK = ("Tell me about {}.", "Write a short text about {}.", "What do you think o
        "Say something about {}.", "What comes to your mind when you think of {}?")  # fmt: skip
 TOKENS, PASSES, HELD_OUT_PASSES, BATCH = 24, 10, 6, 16
 FLAGS = dict(env_id="Prompts-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64, save_every=4,
-             max_new_tokens=TOKENS, micro_batch_tokens=1024, num_iterations=48, actor_lr=2e-5, gae_lambda=1.0,
-             critic_lambda=1.0, eval_every=16, eval_episodes=60)  # fmt: skip
+             max_new_tokens=TOKENS, micro_batch_tokens=1024, num_iterations=48, actor_lr=2e-5, eval_every=16,
+             eval_episodes=60)  # fmt: skip
 
 
 def prompts(split: str) -> list[str]:
