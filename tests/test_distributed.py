@@ -22,7 +22,8 @@ pytestmark = pytest.mark.shared
 
 RUN = SMALL | dict(
     ppo_epochs=1, actor_lr=1e-3, micro_batch_tokens=30, sft_steps=1, save_every=1, kl_coef=0.05, ref_sync_every=1,
-    ref_sync_alpha=0.5, entropy_coef=0.01, bootstrap_truncated=True, missing_eos_penalty=0.1)
+    ref_sync_alpha=0.5, entropy_coef=0.01, bootstrap_truncated=True, missing_eos_penalty=0.1, gae_lambda=0.95,
+    critic_lambda=0.9)
 ONE = RUN | dict(num_iterations=1, sft_steps=0, save_every=0)
 FEW = ONE | dict(rollout_batch_size=3, train_batch_size=1)  # at each step a rank has no row
 

@@ -299,7 +299,7 @@ def test_gradients_do_not_depend_on_microbatches_padding_order_or_garbage(ppo, h
 
 
 def test_defaults_fill_what_was_not_given(ppo):
-    embedded, with_model = [16, 8, 60, 1.3e-3, 5e-4, 1e-3, 0.5, 0.02], [512, 256, 0, 1e-5, 1e-5, 1e-5, 0.9, 0.01]
+    embedded, with_model = [16, 8, 60, 1.3e-3, 5e-4, 0.5, 0.02], [512, 256, 0, 1e-5, 1e-5, 0.9, 0.01]
     for args, expected in ((ppo.Args(), embedded), (ppo.Args(model="folder"), with_model)):
         ppo.validate(args)
         assert [getattr(args, name) for name in ppo.DEFAULTS] == expected
