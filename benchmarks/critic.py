@@ -69,8 +69,8 @@ def table() -> None:
     common.table(["task", "settings", "seed", "explained variance, mean of the middle half (range)",
                   "value / return in iteration 4, 7, 14", "diagnosis, iterations",
                   "held-out answers right, sampled, %"])  # fmt: skip
-    for line in RESULTS.read_text().splitlines():
-        run = json.loads(line)
+    runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    for run in sorted(runs, key=lambda run: [run[name] for name in ("task", "settings", "seed")]):
         rows = run["rows"]
         column = [row.get("critic/explained_variance", 0.0) for row in rows]
         middle = column[len(rows) // 4 : len(rows) - len(rows) // 4]
