@@ -2,7 +2,7 @@
 
     python benchmarks/smollm2.py DIR
     python benchmarks/critic.py DIR TASK SETTINGS SEED   # one run, adds a line to critic.jsonl
-    python benchmarks/critic.py table                    # prints what is there
+    python benchmarks/critic.py table                    # prints what is there; plot draws critic.png
 
 32 samples an iteration, 14 iterations, otherwise the defaults of --model and the settings named. Explained variance is
 against Monte Carlo returns, of values from before the critic has seen the rollout. A run of `sums` takes 13 minutes of
@@ -85,11 +85,33 @@ def table() -> None:
                      " ".join(right)])  # fmt: skip
 
 
+def plot() -> None:
+    """Explained variance and held-out accuracy over samples, of the settings that were compared by seeds."""
+    import matplotlib.pyplot as plt
+
+    runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    figure, axes = plt.subplots(1, 4, figsize=(13, 2.8), layout="constrained")
+    for k, task in enumerate(("sums", "largest")):
+        for settings, color in (("1e-5, 0.95", "C1"), ("1e-4", "C0")):
+            label = f"--critic-lr {settings.split(',')[0]}"
+            for run in [run for run in runs if (run["task"], run["settings"]) == (task, settings)]:
+                explained = [row["critic/explained_variance"] or 0.0 for row in run["rows"]]
+                samples = [32 * (i + 1) for i in range(len(explained))]
+                axes[2 * k].plot(samples, explained, color=color, linewidth=1, label=label)
+                points = [(point["samples"], 100 * point["sampled"]["success"]) for point in run["points"]]
+                axes[2 * k + 1].plot(*zip(*points), "o-", color=color, markersize=3, linewidth=1)
+                label = None
+        axes[2 * k].set(title=task, xlabel="samples", ylabel="explained variance", ylim=(-0.2, 0.7))
+        axes[2 * k + 1].set(title=task, xlabel="samples", ylabel="held-out answers right, %", ylim=(0, 100))
+    axes[0].legend(fontsize=8)
+    figure.savefig(Path(__file__).with_suffix(".png"), dpi=100)
+
+
 def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if sys.argv[1] == "table":
-        return table()
+    if sys.argv[1] in ("table", "plot"):
+        return table() if sys.argv[1] == "table" else plot()
     folder, task, settings, seed = sys.argv[1:]
     kept, make_experience = [], ppo_llm.make_experience
 
