@@ -1138,6 +1138,18 @@ def padded(rows: list[list], blank: float) -> Tensor:
     return torch.tensor([row + [blank] * (T - len(row)) for row in rows])
 
 
+def play(sampler, tokenizer, envs, seeds, iteration, args, world, greedy=False) -> Rollout:
+    """An episode for each of `seeds` [N]: every rank plays a share, and gets the samples of all."""
+    first = len(seeds) * world.rank // world.size
+    last = len(seeds) * (world.rank + 1) // world.size
+    mine = None
+    if first < last:  # there may be fewer episodes than ranks
+        mine = rollout(
+            sampler, tokenizer, envs, seeds[first:last], range(first, last), args, iteration, greedy
+        )
+    return concatenate([part for part in world.gather(mine) if part is not None])
+
+
 # ################################# Part II: what PPO stands on #################################
 
 # === 6. Transformer, KV cache, log-probs, sampling noise ===
@@ -2534,18 +2546,6 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
     On the CPU it is the tensor itself, so that nobody must change the result in place.
     """
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
-
-
-def play(sampler, tokenizer, envs, seeds, iteration, args, world, greedy=False) -> Rollout:
-    """An episode for each of `seeds` [N]: every rank plays a share, and gets the samples of all."""
-    first = len(seeds) * world.rank // world.size
-    last = len(seeds) * (world.rank + 1) // world.size
-    mine = None
-    if first < last:  # there may be fewer episodes than ranks
-        mine = rollout(
-            sampler, tokenizer, envs, seeds[first:last], range(first, last), args, iteration, greedy
-        )
-    return concatenate([part for part in world.gather(mine) if part is not None])
 
 
 @dataclass
