@@ -200,7 +200,7 @@ class Args:
     # Learning rate of the actor at the first step. Default: 5e-4, with --model 1e-5, which suits
     # small models; 1e-6 is customary for 7B.
     actor_lr: PositiveOrZero | None = None
-    # Learning rate of the critic at the first step. Default: 0.064 divided by the width of the critic
+    # Learning rate of the critic at the first step. Default: 0.064 divided by the critic's width
     # (hidden_size), which is 1e-3 without --model, 1.1e-4 for SmolLM2-135M and 1.8e-5 for a 7B.
     critic_lr: PositiveOrZero | None = None
     # Adam's beta1, the decay rate of its momentum. Default: 0.5, with --model 0.9.
