@@ -66,7 +66,7 @@ def diagnoses(rows: list[dict]) -> list[str | None]:
 
 
 def table() -> None:
-    common.table(["task", "settings", "seed", "explained variance, mean of the middle half (range)",
+    common.table(["task", "settings", "seed", "explained variance, median of the middle half (range)",
                   "value / return in iteration 4, 7, 14", "diagnosis, iterations",
                   "held-out answers right, sampled, %"])  # fmt: skip
     runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
@@ -74,7 +74,7 @@ def table() -> None:
         rows = run["rows"]
         column = [row.get("critic/explained_variance", 0.0) for row in rows]
         middle = column[len(rows) // 4 : len(rows) - len(rows) // 4]
-        explained = f"{statistics.mean(middle):.2f} ({min(middle):.2f} to {max(middle):.2f})"
+        explained = f"{statistics.median(middle):.2f} ({min(middle):.2f} to {max(middle):.2f})"
         values = [f"{rows[i]['critic/value_mean']:.2f} / {rows[i]['critic/return_mean']:.2f}" for i in (3, 6, -1)]
         right = [f"{100 * point['sampled']['success']:.0f}" for point in run["points"]]
         causes = collections.Counter(diagnoses(rows))
