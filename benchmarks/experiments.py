@@ -1,4 +1,4 @@
-"""Ten experiments on the default task, each of which answers a question about PPO by curves: see experiments.md.
+"""Ten experiments on the default task, each of which answers a question about PPO by curves.
 
     python benchmarks/experiments.py                      # the experiments and the commands of their runs
     python benchmarks/experiments.py epochs 1 2 3         # runs one with these seeds; adds to experiments.jsonl

@@ -12,6 +12,7 @@ only through the comparisons: the reward model learns by Bradley and Terry's mod
 is to get the higher score (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.1).
 """
 
+import functools
 import json
 import statistics
 import sys
@@ -39,12 +40,15 @@ def prompts(split: str) -> list[str]:
     return [ask.format(topic) for topic in tasks.split_rows(tasks.TOPICS, split) for ask in ASK]
 
 
-def sentiment(text: str, scorer=[]) -> float:  # noqa: B006, built once
-    if not scorer:
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+@functools.cache
+def analyzer():
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-        scorer.append(SentimentIntensityAnalyzer())
-    return scorer[0].polarity_scores(text)["compound"]
+    return SentimentIntensityAnalyzer()
+
+
+def sentiment(text: str) -> float:
+    return analyzer().polarity_scores(text)["compound"]
 
 
 def make_pairs(folder: str) -> None:
