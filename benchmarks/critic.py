@@ -13,7 +13,9 @@ import collections
 import contextlib
 import io
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import unittest.mock
@@ -41,7 +43,10 @@ SETTINGS = {
     "3e-4, advantages 0.95": dict(critic_lr=3e-4, gae_lambda=0.95),
     "1e-4, advantages 0.95, 6 epochs": dict(critic_lr=1e-4, gae_lambda=0.95, critic_epochs=6),
     "1e-4, pretrained": dict(critic_lr=1e-4, pretrain=4),
+    "constant": dict(critic_epochs=0),  # all values are 0, and advantages are whitened
+    "groups of 4": dict(rollout_batch_size=8, n_samples_per_prompt=4),  # by group_normalised.patch
 }
+WITHOUT = "constant", "groups of 4"  # settings without a critic
 
 
 def pretrain(folder: str, flags: dict, iterations: int, seed: int, runs: str) -> str:
@@ -59,6 +64,7 @@ def diagnoses(rows: list[dict]) -> list[str | None]:
     for row in rows:
         numbers = {name.removeprefix("critic/"): value for name, value in row.items() if name.startswith("critic/")}
         signals = {name: float("nan") if value is None else value for name, value in numbers.items()}
+        signals.pop("diagnosis", None)  # what the version that ran it said
         if "change" in signals:
             signals = {"explained_after": float("nan")} | signals | {"distance_before": state.value_distance}
             causes.append(state.remember(ppo_llm.diagnose_values(signals)).cause)
@@ -72,11 +78,14 @@ def table() -> None:
     runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     for run in sorted(runs, key=lambda run: [run[name] for name in ("task", "settings", "seed")]):
         rows = run["rows"]
-        column = [row.get("critic/explained_variance", 0.0) for row in rows]
+        right = [f"{100 * point['sampled']['success']:.0f}" for point in run["points"]]
+        if run["settings"] in WITHOUT:
+            common.line([run["task"], run["settings"], run["seed"], "", "", "", " ".join(right)])
+            continue
+        column = [row["critic/explained_variance"] or 0.0 for row in rows]
         middle = column[len(rows) // 4 : len(rows) - len(rows) // 4]
         explained = f"{statistics.median(middle):.2f} ({min(middle):.2f} to {max(middle):.2f})"
         values = [f"{rows[i]['critic/value_mean']:.2f} / {rows[i]['critic/return_mean']:.2f}" for i in (3, 6, -1)]
-        right = [f"{100 * point['sampled']['success']:.0f}" for point in run["points"]]
         causes = collections.Counter(diagnoses(rows))
         diagnosis = ", ".join(f"{cause} {n}" for cause, n in causes.items() if cause) or "none"
         if "critic/change" not in rows[0]:
@@ -113,6 +122,10 @@ def main():
     if sys.argv[1] in ("table", "plot"):
         return table() if sys.argv[1] == "table" else plot()
     folder, task, settings, seed = sys.argv[1:]
+    if settings == "groups of 4" and Path(ppo_llm.__file__).parent == common.ROOT:
+        patched = common.patched_script("group_normalised")  # which comes first on the path
+        environment = os.environ | {"PYTHONPATH": str(patched.parent)}
+        return subprocess.run([sys.executable, *sys.argv], env=environment, check=True)
     kept, make_experience = [], ppo_llm.make_experience
 
     def keep(*args):

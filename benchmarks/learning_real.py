@@ -79,7 +79,7 @@ class HeldOut:
 def ours(folder: str, flags: dict, seed: int) -> dict:
     held_out, samplers, rows = HeldOut(folder, flags), [], []
     build, append = ppo_llm.build_models, ppo_llm.RunFolder.append
-    every = between_points(flags) * flags["rollout_batch_size"]
+    every = between_points(flags) * flags["rollout_batch_size"] * flags.get("n_samples_per_prompt", 1)
 
     def build_models(*args):
         tokenizer, models = build(*args)
