@@ -36,10 +36,11 @@ Dimensions: N samples of a rollout, B rows of a microbatch, T tokens, V vocabula
 model S cache positions, H and Hkv heads, D head size.
 
 Every rank does the same: it plays a share of the episodes, receives the samples of all ranks, and
-computes a share of each minibatch with its shard of the models. Experience is the same on all
-ranks. `world` (a World, section 11) knows the ranks; a single process is a world of one. UserError
-(section 10) is an error that the user can fix: the script prints its message as one line and ends.
-Comments that begin with `FORK:` mark the places where people change the algorithm.
+computes a share of each minibatch. It stores a shard of each trained model; FSDP gathers the whole
+weights, block by block, when they are needed. Experience is the same on all ranks. `world` (a
+World, section 11) knows the ranks; a single process is a world of one. UserError (section 10) is an
+error that the user can fix: the script prints its message as one line and ends. Comments that begin
+with `FORK:` mark the places where people change the algorithm.
 """
 
 from __future__ import annotations
@@ -159,19 +160,19 @@ class Args:
     reward_model: str | None = None
     # Folder of a checkpoint from which the critic starts, whose tokenizer must have the actor's
     # vocabulary: a reward model, the critic of an earlier run, or a language model, to which a head
-    # of zeros is added.
-    # It may be smaller than the actor. Default: a copy of the actor, with a head of zeros.
+    # of zeros is added. It may be smaller than the actor. Default: a copy of the actor, with a head
+    # of zeros.
     critic_model: str | None = None
 
-    # Number of iterations: each is a rollout and the updates that are made on it. The learning
-    # rates decay over this number.
+    # Number of iterations: each is a rollout and the updates that are made on it. The learning rate
+    # of the critic decays over all of them, that of the actor over those in which it is trained.
     num_iterations: Count = 270
     # Prompts in a rollout, on all ranks together.
     rollout_batch_size: Count = 256
     # Responses that the actor samples to each prompt of a rollout. PPO treats them as independent
     # samples; responses to one prompt are adjacent rows, for forks that compare them.
     n_samples_per_prompt: Count = 1
-    # Samples that are decoded at the same time on each rank, at most: rows of its KV cache.
+    # How many samples each rank decodes at the same time, at most. Its KV cache has as many rows.
     rollout_slots: Count = 256
     # Longest prompt in tokens, chat template included. A longer one ends the run with an error
     # when it is drawn. Default: 16, with --model 512.
@@ -194,8 +195,8 @@ class Args:
     # Samples per minibatch, that is per optimizer step, on all ranks together. Must divide
     # rollout_batch_size * n_samples_per_prompt.
     train_batch_size: Count = 64
-    # Tokens of a microbatch on each rank, at most, unless a single sample has more. It changes
-    # memory and speed, results only by rounding.
+    # How many tokens a microbatch has on each rank, at most, unless a single sample has more. This
+    # changes memory and speed; results change only by rounding.
     micro_batch_tokens: Count = 4096
     # Learning rate of the actor at the first step. Default: 5e-4, with --model 1e-5, which suits
     # small models; 1e-6 is customary for 7B.
@@ -203,12 +204,14 @@ class Args:
     # Learning rate of the critic at the first step. Default: 0.064 divided by the critic's width
     # (hidden_size), which is 1e-3 without --model, 1.1e-4 for SmolLM2-135M and 1.8e-5 for a 7B.
     critic_lr: PositiveOrZero | None = None
-    # Adam's beta1, the decay rate of its momentum. Default: 0.5, with --model 0.9.
+    # Adam's beta1, the decay rate of its momentum. Default: with --model 0.9, as usual; otherwise
+    # 0.5, with which the tiny model also learns from dense rewards.
     adam_beta1: Fraction | None = None
     # The learning rates decay linearly to this fraction of their first value, which they reach
     # after the last step.
     lr_end: Fraction = 0.05
-    # Number of iterations at the beginning in which the critic is trained, but not the actor.
+    # Number of iterations at the beginning in which the critic is trained, but not the actor, whose
+    # learning rate begins to decay after them.
     critic_warmup_iterations: CountOrZero = 0
     # Gradient clipping: a gradient whose norm is larger is scaled down to this norm. The norms of
     # actor and critic are separate.
@@ -237,12 +240,12 @@ class Args:
     # Weight of the entropy bonus in the actor's loss.
     entropy_coef: PositiveOrZero = 0.0
     # Ends the actor's epochs of an iteration at the first minibatch in which the approximate KL
-    # between old and new policy, a mean over tokens, exceeds this. The learning rate does not decay
-    # for the steps that are not made. None: never.
+    # between old and new policy, a mean over tokens, exceeds this, before a step is made on that
+    # minibatch. The learning rate does not decay for steps that are not made. None: never.
     target_kl: Positive | None = None
     # Compute the old log-probs by a training forward pass after the rollout. If this is off, the
     # log-probs recorded by the sampler are used instead, which saves the pass; the first ratio then
-    # differs from 1 by as much as sampler and trainer differ.
+    # differs from 1 by as much as sampler and trainer differ. If that is much, the run ends.
     recompute_old_logprobs: bool = True
     # Weigh each token by its importance ratio pi_old / pi_sampler, truncated at this value, to
     # correct for differences between trainer and sampler; 2 is customary. None: no weights.
@@ -274,11 +277,12 @@ class Args:
     # example '{"path": "test.jsonl"}'. Without it an environment that reads a file is evaluated on
     # prompts that it also trains on.
     eval_env_kwargs: str = "{}"
-    # Number of iterations between evaluations on the way. 0: there are only those before the first
-    # iteration and after the last.
+    # Number of iterations between evaluations during training. 0: there are only those before the
+    # first iteration and after the last.
     eval_every: CountOrZero = 0
-    # Number of iterations between checkpoints; there is one at the end, too. 0: no checkpoints. A
-    # checkpoint takes 28 bytes a parameter of the actor, without a reference 24.
+    # Number of iterations between checkpoints; there is one at the end, too. 0: none, unless a
+    # signal ends the run. With a critic as large as the actor, a checkpoint takes 28 bytes for each
+    # parameter of the actor, without a reference 24.
     save_every: CountOrZero = 50
     # Number of checkpoints that are kept; older ones are removed after a new one is complete.
     keep_checkpoints: Count = 2
@@ -287,7 +291,7 @@ class Args:
     resume: str | None = None
 
 
-DEFAULTS = {  # of flags that are None: without --model, with --model
+DEFAULTS = {  # of flags whose default depends on --model: (without it, with it)
     "max_prompt_tokens": (16, 512),
     "max_new_tokens": (8, 256),
     "sft_steps": (60, 0),
@@ -372,10 +376,10 @@ def policy_loss(
         losses = torch.where(advantages < 0, torch.min(losses, -advantages * dual_clip), losses)
     with torch.no_grad():
         stats = {
-            # Tokens for which the clipped term is the loss, so that they have no gradient.
+            # The share of tokens whose loss is the clipped term, so that they have no gradient.
             "clipfrac": (pg_loss2 > pg_loss1).sum() / mask_size,
-            # Tokens with a ratio outside of the clip range, whether they have a gradient or not,
-            # which CleanRL calls clipfrac.
+            # The share of tokens whose ratio is outside of the clip range, whether they have a
+            # gradient or not. CleanRL calls this clipfrac.
             "out_of_clip": ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).sum() / mask_size,
             "approx_kl": (ratio - 1 - logratio).sum() / mask_size,  # k3 of KL(old || new)
             "ratio_mean": (ratio * mask).sum() / mask_size,
@@ -402,17 +406,19 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 # === 3. Training loop ===
 # A minibatch is the data of one optimizer step, and comes in microbatches. `n_tokens` is the number
 # of its sampled tokens, on all ranks. The loss of a microbatch is a sum over its tokens divided by
-# that number; backward() accumulates the gradients, and FSDP adds them up over the ranks. So the
-# gradient of a step is that of the mean over all tokens of the minibatch.
+# that number; backward() accumulates the gradients, and FSDP adds them up over the ranks (`shard`
+# turns its averaging off). So the gradient of a step is that of the mean over all tokens of the
+# minibatch.
 
 
 def train(args: Args) -> dict:
     """Run PPO. Returns what summary.json holds. Raises UserError for what the user can fix."""
-    plan = validate(args)  # checks the flags, fills in those that are None, and counts the steps
+    plan = validate(args)  # checks the flags, fills in defaults, and counts the steps
     world = connect(args)  # joins the other ranks, and fills in the flags that are "auto"
     envs = make_envs(args, world)
     eval_envs = make_envs(args, world, evaluation=True)
     reward_model = build_reward_model(args, world)  # None without --reward-model
+    # Also makes the supervised warm start, before reference and critic are copied from the actor.
     tokenizer, models = build_models(args, envs[0], world)
     actor, critic, reference, sampler = models  # the reference is None if kl_coef is 0
     actor_optimizer = make_optimizer(actor, args)
@@ -443,18 +449,20 @@ def train(args: Args) -> dict:
                 run.print_results(f"after {state.iteration} iterations of", evaluation)
 
             clock = Clock()
-            # --- Rollout: every rank plays a share of the episodes and gets the samples of all
+            # --- Rollout: every rank plays a share of the episodes and gets the samples of all. A
+            # seed of the environment stands for a prompt, the next seeds for prompts not seen yet
             prompt_seeds = range(state.next_seed, state.next_seed + args.rollout_batch_size)
             seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
             batch = play(sampler, tokenizer, envs, seeds, state.iteration, args, world)
+            # Is logged with the iteration.
             batch.stats |= {f"eval/{name}": value for name, value in evaluation.items()}
             clock.end("rollout")
 
             # --- Old log-probs, values, rewards, advantages: computed once, constant from here on
             if reward_model:
                 add_scores(batch, reward_model, args, world)
-            # FORK: which samples train, as many as planned: batch = select(batch, indices, plan),
-            # see section 11.
+            # FORK: which samples train. There must be as many as were planned:
+            # batch = select(batch, indices, plan), see section 11.
             experience = make_experience(batch, models, tokenizer, state.iteration, args, world)
             clock.end("score")
 
@@ -484,7 +492,7 @@ def train(args: Args) -> dict:
             epochs = args.ppo_epochs if state.iteration >= args.critic_warmup_iterations else 0
             actor_stats = []  # of each optimizer step
             early_stop_kl = None  # the approximate KL at which --target-kl ended the epochs
-            # Remembers the actor's weights, with which the diagnosis compares after the updates.
+            # Keeps some of the actor's weights, so that the diagnosis sees how far they have moved.
             probe = RatioProbe(actor, plan, args, world)
             for n_tokens, minibatch in minibatches(experience, epochs, args, world):
                 loss_denom = n_tokens  # FORK: loss normalization, see `minibatches`.
@@ -495,7 +503,7 @@ def train(args: Args) -> dict:
                     pg_loss, mb_stats = policy_loss(
                         newlogprobs, mb.old_logprobs, mb.advantages, mb.mask, args.clip_low,
                         args.clip_high, args.dual_clip, loss_denom)  # fmt: skip
-                    # As all results of sampled_logprobs, entropies are 0 outside the mask.
+                    # Like all results of sampled_logprobs, entropies are 0 outside the mask.
                     entropy = entropies.sum() / loss_denom
                     loss = pg_loss - args.entropy_coef * entropy
                     if args.kl_in == "loss" and reference is not None:
@@ -506,7 +514,7 @@ def train(args: Args) -> dict:
                         stats.add_loss_terms(kl_loss=kl_loss)
                     loss.backward()
                     stats.add_loss_terms(policy_loss=pg_loss, entropy=entropy)
-                    stats.add_means(mb.n_tokens, **mb_stats)  # names in _max remain maxima
+                    stats.add_means(mb.n_tokens, **mb_stats)  # maxima if the name ends in _max
                 grad_norm = nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm)
                 step_stats = stats.read(grad_norm)
                 if args.target_kl is not None and step_stats["approx_kl"] > args.target_kl:
@@ -592,9 +600,9 @@ class Rollout:
     stats: dict[str, float]  # of the rollout as a whole; logged
     prompts: list[str]
     success: list[bool]  # info["success"] of the last step, else whether rewards.sum() > 0
-    # FORK: data of your own. Each is a tensor [N], or [N, T] of tokens. It goes with its sample
-    # through `select`, over the ranks, and into every microbatch, as mb.extras[name]. More may be
-    # added to experience.extras in make_experience.
+    # FORK: data of your own: tensors [N], or [N, T] with a number for each token. They go with the
+    # samples through `select`, over the ranks, and into every microbatch, as mb.extras[name]. More
+    # may be added to experience.extras in make_experience.
     extras: dict[str, Tensor] = field(default_factory=dict)
     # What a reward model reads. Default: of each sample the prompt, and all the rest as its answer.
     conversations: list[Conversation] | None = None
@@ -612,7 +620,7 @@ class Experience:
     `experience[rows]` is the experience of some samples, cropped to the longest: a microbatch.
     """
 
-    tokens: Tensor  # [N, T], like all others but those that say otherwise
+    tokens: Tensor  # [N, T], as are all tensors whose comment names no other shape
     logprobs: Tensor  # of the sampler
     lengths: Tensor  # [N] on the CPU
     # [N, T] bool: sampled by the actor. Log-probs, values, advantages and returns are 0 where it is
@@ -628,7 +636,8 @@ class Experience:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     sample_rewards: Tensor | None = None  # [N] without the KL, for the log
-    # Monte Carlo returns, the sums of all rewards still to come. The critic is judged by them.
+    # Returns with a lambda of 1: the discounted sums of the rewards still to come. The log judges
+    # the critic by them.
     mc_returns: Tensor | None = None
     advantage_std: float = 0.0  # before whitening, for the diagnosis
 
@@ -660,7 +669,7 @@ class Experience:
 
     @property
     def packing(self) -> Packing:
-        """Where the real tokens and the sampled ones are, for the models."""
+        """Where the real tokens and the sampled ones are: models compute no padding (section 6)."""
         return Packing.of(self.lengths, self.cpu_mask, self.tokens.device)
 
     @property
@@ -795,7 +804,8 @@ def make_experience(
     if rewards[~mask].count_nonzero():
         raise UserError("GAE ignores rewards of tokens outside the mask: move them to others")
 
-    # --- Values, advantages, which are whitened over the whole rollout, and returns, which are not
+    # --- Values, advantages and returns. Advantages are whitened, over the whole rollout, so that
+    #     those of a sample do not depend on its minibatch; returns are not.
     # FORK: advantages.
     values = forward_all(lambda mb: sampled_values(critic, mb), experience, args, world)
     bootstrap = None  # the return of a truncated sample ends with 0, like that of a complete one
@@ -804,8 +814,8 @@ def make_experience(
         values_after = forward_all(lambda mb: critic(mb.tokens), experience, args, world)
         truncated = upload(torch.tensor([stop != "eos" for stop in batch.stop]), world.device)
         bootstrap = values_after[rows, last] * truncated  # [N]
-    # Once for each lambda: that of the advantages, that of the returns which the critic learns, and
-    # 1, with which returns are Monte Carlo returns: the log judges the critic by them.
+    # Three lambdas: that of the advantages, that of the returns which the critic learns, and 1,
+    # with which returns are Monte Carlo returns, by which the log judges the critic.
     advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
     _, returns = compute_gae(rewards, values, mask, args.gamma, args.critic_lambda, bootstrap)
     _, mc_returns = compute_gae(rewards, values, mask, args.gamma, 1.0, bootstrap)
@@ -816,8 +826,8 @@ def make_experience(
     else:
         advantages = masked_whiten(advantages, mask)
     if args.rollout_is_cap:
-        # Truncated importance weights. The surrogate is linear in the advantage, so that this
-        # weighs the loss of each token. It comes after whitening, which would rescale the weights.
+        # Truncated importance weights. A positive factor of a token's advantage is a factor of its
+        # loss. It comes after whitening, which would rescale the weights.
         is_weights = (old_logprobs - experience.logprobs).exp().clamp(max=args.rollout_is_cap)
         advantages = advantages * is_weights
     return dataclasses.replace(
@@ -833,13 +843,14 @@ def minibatches(
 
     Yields how many sampled tokens a minibatch has on all ranks, and this rank's microbatches of it.
     Losses are divided by this number, which makes them means over tokens. For means over samples
-    set `loss_denom = args.train_batch_size` in both loops of `train`, and divide what is summed,
-    `losses` in policy_loss and value_loss, and in the actor's loop entropies and KL, by
+    set `loss_denom = args.train_batch_size` in both loops of `train`. Also divide four things by
+    the following before they are summed: `losses` in policy_loss and in value_loss, and in the
+    actor's loop the entropies and the KL.
 
         mask.sum(1, keepdim=True).clamp(min=1)  # [B, 1] sampled tokens of each sample
     """
     for epoch in range(epochs):
-        # One number for (seed, iteration, epoch).
+        # A function of (seed, iteration, epoch), so that a resumed run has the same orders.
         seed = ((args.seed * 1_000_003 + experience.iteration) * 1_000_003 + epoch) % 2**63
         order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed))
         # FORK: which samples make a minibatch.
@@ -847,7 +858,7 @@ def minibatches(
         for rows in progress(parts, f"epoch {epoch + 1}, minibatches"):
             n_tokens = int(experience.cpu_mask[rows].sum())
             shares = microbatches(rows, experience.lengths, args.micro_batch_tokens, world)
-            if n_tokens > 0:  # otherwise there is nothing to learn
+            if n_tokens > 0:  # the mask of a fork may be empty: nothing to learn
                 yield n_tokens, [experience[share] for share in shares]
 
 
@@ -856,9 +867,9 @@ def minibatches(
 # computes a step, its slot idles.
 # In this section `actor` is the sampler, the copy of the actor that generates text. Dimensions: B
 # rows decode together, R of them begin a turn, and after K decode steps the host looks at the
-# results. A forward with `cache.view(n, rows)` attends to the first n positions of these rows of
-# the KV cache, or to a few more. Position S of the cache, `cache.scratch`, is a dummy: rows that
-# are finished, and padding, write there, so that shapes stay the same.
+# results. `cache.view(n, rows)` is the KV cache for a forward of these rows that attends to their
+# first n positions, or to a few more. Position S of the cache, `cache.scratch`, is a dummy: rows
+# that are finished, and padding, write there, so that shapes stay the same.
 
 # Seconds in a rollout that are spent on waiting for an environment while other rows could decode:
 # an environment that answers at once should not miss the next decode step.
@@ -921,8 +932,8 @@ class Episode:
         if self.info.get("rewards"):  # dense ones: [(end, reward), ...], see section 8
             with attempt(f"use info['rewards'] of {self.where}"):
                 response = self.ids[self.turn :]
-                for index, reward in dense_rewards(self.info["rewards"], response, tokenizer):
-                    self.rewards[self.turn + index] += reward
+                for index, part in dense_rewards(self.info["rewards"], response, tokenizer):
+                    self.rewards[self.turn + index] += part
         self.success = bool(self.info.get("success", sum(self.rewards) > 0))
         if self.ids[-1] not in tokenizer.stop_ids:  # cut, even if the environment says terminated
             self.stop = "length"
@@ -931,7 +942,8 @@ class Episode:
         elif truncated:
             self.stop = "env"
         else:
-            feedback = tokenizer.encode_feedback(text)  # ids are never decoded and encoded again
+            # The new text alone: to encode the response again could change its ids.
+            feedback = tokenizer.encode_feedback(text)
             if len(self.ids) + len(feedback) < self.limit:
                 self.add_text(feedback)
                 self.conversation.append(("user", text))
@@ -990,7 +1002,7 @@ class Decoder:
 
     A decode step consists of hundreds of kernels, so small that the host needs longer to launch
     them than the GPU to run them. A CUDA graph is a recording of such launches, which the host then
-    launches as one. It always does the same at the same addresses. Therefore weights, cache and
+    launches as one: the same kernels at the same addresses. Therefore weights, cache and
     slots must be changed in place, and there is a graph for each number of cache positions that
     attention reads, which grows in steps of 128. A decoder serves one rollout.
     """
@@ -1256,11 +1268,11 @@ def padded(rows: list[list], blank: float) -> Tensor:
 def play(sampler, tokenizer, envs, seeds, iteration, args, world, greedy=False) -> Rollout:
     """An episode for each of `seeds` [N]: every rank plays a share, and gets the samples of all."""
     first = len(seeds) * world.rank // world.size
-    last = len(seeds) * (world.rank + 1) // world.size
+    end = len(seeds) * (world.rank + 1) // world.size
     mine = None
-    if first < last:  # there may be fewer episodes than ranks
+    if first < end:  # there may be fewer episodes than ranks
         mine = rollout(
-            sampler, tokenizer, envs, seeds[first:last], range(first, last), args, iteration, greedy
+            sampler, tokenizer, envs, seeds[first:end], range(first, end), args, iteration, greedy
         )
     return concatenate([part for part in world.gather(mine) if part is not None])
 

@@ -35,7 +35,8 @@ COLUMNS = {  # metric: its name in a run's line
 }  # fmt: skip
 EDITS = {  # what a run changes in the script: (old text, new text)
     "log-probs of the present policy as old": ("newlogprobs, mb.old_logprobs,", "newlogprobs, newlogprobs.detach(),"),
-    "optimizer of another model": ("make_optimizer(actor, args)", "make_optimizer(copy.deepcopy(actor), args)"),
+    "optimizer of another model": ("actor_optimizer = make_optimizer(actor, args)",
+                                   "actor_optimizer = make_optimizer(copy.deepcopy(actor), args)"),
     "constant reward": ("rewards = batch.rewards.to(world.device, copy=True)",
                         "rewards = torch.zeros_like(batch.rewards)"),
 }  # fmt: skip
