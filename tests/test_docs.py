@@ -9,9 +9,11 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
-OTHERS = {"--nproc-per-node", "--shutdown-timeout", "--rdzv-id", "--rdzv-endpoint", "--rdzv-backend", "--pid", "--no-deps",
-          "--nnodes", "--max-restarts", "--logdir", "--local-dir", "--help", "--gpu"}  # flags of other programs  # fmt: skip
-PATCHED = {"--sampler-ranks"}  # flags that only patches have
+# Flags of other programs, and those that only patches have.
+OTHERS = (
+    "nproc-per-node shutdown-timeout rdzv-id rdzv-endpoint rdzv-backend pid no-deps nnodes max-restarts logdir local-dir "
+    "help gpu sampler-ranks"
+).split()
 
 
 def anchors(page: str) -> set[str]:
@@ -38,7 +40,8 @@ def commands(page: str) -> list[str]:
     """What follows the name of a script in indented and fenced blocks, and between backticks."""
     blocks = re.findall(r"(?:^    .*\n)+", page, re.MULTILINE) + re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    inline = [code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL))]
+    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    inline = [code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", prose)]
     found = [re.search(r"\bppo_llm(?:_continuous_batching)?\.py\s+(-.*)", code) for code in lines + inline]
     return [match[1] for match in found if match]
 
@@ -55,7 +58,7 @@ def test_commands_have_flags_that_exist(ppo):
 @pytest.mark.shared
 def test_flags_exist(ppo):
     fields = [name.replace("_", "-") for name in ppo.Args.__dataclass_fields__]
-    known = {f"--{no}{name}" for name in fields for no in ("", "no-")} | OTHERS | PATCHED
+    known = {f"--{name}" for name in [*fields, *OTHERS]} | {f"--no-{name}" for name in fields}
     for page in PAGES:
         flags = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", page.read_text())
         assert set(flags) <= known, f"{page.name}: {set(flags) - known}"
