@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 # Flags of other programs, and those that only patches have.
 OTHERS = (
-    "nproc-per-node shutdown-timeout rdzv-id rdzv-endpoint rdzv-backend pid no-deps nnodes max-restarts logdir local-dir "
-    "help gpu sampler-ranks"
+    "nproc-per-node shutdown-timeout rdzv-id rdzv-endpoint rdzv-backend pid no-deps nnodes max-restarts logdir "
+    "local-dir help gpu sampler-ranks"
 ).split()
 
 
