@@ -40,6 +40,7 @@ SETTINGS = {
     "1e-5, 0.95": dict(critic_lr=1e-5) | OLD,
     "1e-4, advantages 0.95": dict(critic_lr=1e-4, gae_lambda=0.95),
     "1e-4": dict(critic_lr=1e-4),
+    "1e-5": dict(critic_lr=1e-5),
     "3e-4, advantages 0.95": dict(critic_lr=3e-4, gae_lambda=0.95),
     "1e-4, advantages 0.95, 6 epochs": dict(critic_lr=1e-4, gae_lambda=0.95, critic_epochs=6),
     "1e-4, pretrained": dict(critic_lr=1e-4, pretrain=4),
