@@ -133,12 +133,15 @@ def test_samples_are_one_iteration_old_and_weights_correct_for_it(ahead, tmp_pat
     rows = lines(run.folder)
     assert [(row["ratio/sampler_age"], row["ratio/old_age"]) for row in rows] == [(0, 0), (1, 0), (1, 0), (1, 0)]
     assert max(row["ratio/first_dev"] for row in rows) < 1e-5  # the old policy is the one that is updated
+    largest = []
     for row, experience in list(zip(rows, run.experiences, strict=True))[1:]:
         weights = (experience.old_logprobs - experience.logprobs)[experience.mask].exp()
         seen = [row[f"rollout/is_{name}"] for name in ("weight_mean", "weight_max", "capped")]
         expected = [float(weights.mean()), float(weights.max()), float((weights > 2).float().mean())]
-        assert seen == pytest.approx(expected, rel=1e-5) and expected[1] > 2
+        assert seen == pytest.approx(expected, rel=1e-5)
         assert row.get("ratio/diagnosis") not in ("sampler_mismatch", "forward_mismatch")
+        largest.append(expected[1])
+    assert max(largest) > 2  # some weights are truncated; when the task is solved, on some machines early, none is
 
 
 def test_only_without_an_age_it_is_a_mismatch(ahead):
