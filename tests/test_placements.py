@@ -141,7 +141,7 @@ def test_samples_are_one_iteration_old_and_weights_correct_for_it(ahead, tmp_pat
         assert seen == pytest.approx(expected, rel=1e-5)
         assert row.get("ratio/diagnosis") not in ("sampler_mismatch", "forward_mismatch")
         largest.append(expected[1])
-    assert max(largest) > 2  # some weights are truncated; when the task is solved, on some machines early, none is
+    assert min(largest[:2]) > 2  # weights are truncated; no longer in the last iteration, if the task is solved by then
 
 
 def test_only_without_an_age_it_is_a_mismatch(ahead):
