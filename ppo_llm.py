@@ -882,7 +882,7 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     cached: int = 0  # tokens whose keys and values are in the KV cache
-    turn: int = 0  # where the newest response begins
+    response_start: int = 0  # index of the first token of the newest response
     stop: str = ""  # see Rollout; empty while the episode goes on
     success: bool = False
     info: dict = field(default_factory=dict)  # of the environment's last answer
@@ -897,7 +897,7 @@ class Episode:
 
     def add_response(self, ids: list[int], logprobs: list[float]) -> None:
         """Append tokens that the actor sampled."""
-        self.turn = len(self.ids)
+        self.response_start = len(self.ids)
         self.ids += ids
         self.mask += [True] * len(ids)
         self.logprobs += logprobs
@@ -920,9 +920,9 @@ class Episode:
         self.rewards[-1] = float(reward)
         if self.info.get("rewards"):  # dense ones: [(end, reward), ...], see section 8
             with attempt(f"use info['rewards'] of {self.where}"):
-                response = self.ids[self.turn :]
+                response = self.ids[self.response_start :]
                 for index, part in dense_rewards(self.info["rewards"], response, tokenizer):
-                    self.rewards[self.turn + index] += part
+                    self.rewards[self.response_start + index] += part
         self.success = bool(self.info.get("success", sum(self.rewards) > 0))
         if self.ids[-1] not in tokenizer.stop_ids:  # cut, even if the environment says terminated
             self.stop = "length"

@@ -30,7 +30,8 @@ from common import ppo_llm
 FOLDER, RESULTS = Path("runs/preferences"), Path(__file__).with_suffix(".jsonl")
 ASK = ("Tell me about {}.", "Write a short text about {}.", "What do you think of {}?", "Describe {}.",
        "Say something about {}.", "What comes to your mind when you think of {}?")  # fmt: skip
-TOKENS, PASSES, HELD_OUT_PASSES, BATCH = 24, 10, 6, 16
+TOKENS, PASSES, HELD_OUT_PASSES = 24, 10, 6
+BATCH, LEARNING_RATE = 8, 5e-5  # of the reward model
 FLAGS = dict(env_id="Prompts-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64, save_every=4,
              max_new_tokens=TOKENS, micro_batch_tokens=1024, num_iterations=48, actor_lr=2e-5, eval_every=16,
              eval_episodes=60)  # fmt: skip
@@ -81,14 +82,16 @@ def read_pairs(name: str) -> list[dict]:
 
 
 def make_reward_model(folder: str, count: int) -> None:
-    """One epoch over `count` pairs by transformers; then the head is scaled to scores with a deviation of 1."""
+    """By transformers, one epoch over the pairs, or more if they are few; then the scores get a deviation of 1."""
     import transformers
 
     tokenizer = ppo_llm.HFTokenizer(folder)
+    torch.manual_seed(1)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
-    torch.nn.init.zeros_(model.score.weight)
+    # A head of zeros would take the first hundred steps to reach scores that tell answers apart.
+    torch.nn.init.normal_(model.score.weight, std=(model.config.hidden_size + 1) ** -0.5)
     model.config.pad_token_id = tokenizer.hf.convert_tokens_to_ids("<|endoftext|>")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def scores(pairs: list[dict]) -> torch.Tensor:
         """[2, pairs], of the better answers and of the worse ones."""
@@ -99,14 +102,14 @@ def make_reward_model(folder: str, count: int) -> None:
 
     pairs, held_out = read_pairs("pairs")[:count], read_pairs("pairs_test")
     assert len(pairs) == count, f"there are {len(pairs)} pairs"
-    torch.manual_seed(1)
-    steps = torch.randperm(count).split(BATCH)
+    epochs = max(1, round(1000 / count))
+    steps = [rows for _ in range(epochs) for rows in torch.randperm(count).split(BATCH)]
     for i, rows in enumerate(steps):
         better, worse = scores([pairs[k] for k in rows])
         loss = -F.logsigmoid(better - worse).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = 2e-5 * (1 - i / len(steps))
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - i / len(steps))
         optimizer.step()
         optimizer.zero_grad()
         print(f"{i + 1}/{len(steps)}: loss {float(loss):.3f}", file=sys.stderr, flush=True)
