@@ -2,9 +2,9 @@ r"""PPO for language models, in one file and in plain PyTorch.
 
 A language model (the actor) answers prompts, a text environment rewards the answers, and Proximal
 Policy Optimization (https://arxiv.org/abs/1707.06347) makes the tokens of good answers more likely.
-A second transformer (the critic) predicts the reward that is still to come, and a frozen copy of
-the actor (the reference) limits how far the actor drifts. A frozen classifier (the reward model)
-may add to the rewards.
+A second transformer (the critic) predicts the reward that is still to come, and a copy of the actor
+from before the training (the reference) limits how far the actor drifts. A frozen classifier (the
+reward model) may add to the rewards.
 
     python ppo_llm.py           # a tiny model learns to sort digits, on the CPU, in two minutes
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
@@ -258,7 +258,8 @@ class Args:
     # Number of iterations between updates of the reference from the actor, which let it drift
     # further. 0: the reference never changes.
     ref_sync_every: CountOrZero = 0
-    # How far an update of the reference moves it: alpha * actor + (1 - alpha) * reference.
+    # How far an update of the reference moves it: alpha * actor + (1 - alpha) * reference. With
+    # 0.05 in every iteration the reference is an exponential moving average of the actor.
     ref_sync_alpha: Fraction = 1.0
     # Subtracted in training from the reward of a sample whose last token is not a stop token. It is
     # of use with a reward model, which cannot see that a response was cut.
@@ -447,7 +448,10 @@ def train(args: Args) -> dict:
 
             clock = Clock()
             # --- Rollout: every rank plays a share of the episodes and gets the samples of all. A
-            # seed of the environment stands for a prompt, the next seeds for prompts not seen yet
+            # seed of the environment stands for a prompt, the next seeds for prompts not seen yet.
+            # FORK: which prompts: any `rollout_batch_size` seeds. The samples are in the order of
+            # `seeds`. To draw them at random, take a generator seeded by (seed, iteration), so that
+            # a resumed run has the same prompts, and keep success rates and the like in `state`.
             prompt_seeds = range(state.next_seed, state.next_seed + args.rollout_batch_size)
             seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
             batch = play(sampler, tokenizer, envs, seeds, state.iteration, args, world)
@@ -460,7 +464,7 @@ def train(args: Args) -> dict:
                 add_scores(batch, reward_model, args, world)
             # FORK: which samples train. There must be as many as were planned:
             # batch = select(batch, indices, plan), see section 11.
-            experience = make_experience(batch, models, tokenizer, state.iteration, args, world)
+            experience = make_experience(batch, models, tokenizer, state, args, world)
             clock.end("score")
 
             # --- Critic epochs. They could equally come after the actor's epochs: both learn from
@@ -528,7 +532,7 @@ def train(args: Args) -> dict:
             # --- New weights for sampler and reference, diagnoses, log, checkpoint
             copy_weights(actor, sampler)
             if args.ref_sync_every and (state.iteration + 1) % args.ref_sync_every == 0:
-                sync_reference(reference, actor, args)
+                sync_reference(reference, actor, args.ref_sync_alpha)
             interrupt = run.received_signal()
             clock.end("hand_over")
             diagnosis = probe.diagnose(experience, actor_stats, early_stop_kl, state)
@@ -566,10 +570,10 @@ def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, grad_norm: float
     optimizer.zero_grad()
 
 
-def sync_reference(reference: Transformer, actor: Transformer, args: Args) -> None:
-    """Move the reference towards the actor, or onto it."""
+def sync_reference(reference: Transformer, actor: Transformer, alpha: float) -> None:
+    """reference = alpha * actor + (1 - alpha) * reference."""
     for target, source in zip(reference.parameters(), actor.parameters()):
-        target.detach().lerp_(source.detach(), args.ref_sync_alpha)
+        target.detach().lerp_(source.detach(), alpha)
 
 
 # === 4. Experience ===
@@ -594,7 +598,7 @@ class Rollout:
     # truncated it.
     stop: list[str]
     texts: list[str]  # what followed the prompt
-    stats: dict[str, float]  # of the rollout as a whole; logged
+    stats: dict[str, float]  # of the rollout as a whole; logged under these names
     prompts: list[str]
     success: list[bool]  # info["success"] of the last step, else whether rewards.sum() > 0
     # FORK: data of your own: tensors [N], or [N, T] with a number for each token. They go with the
@@ -757,7 +761,12 @@ def add_scores(batch: Rollout, reward_model: RewardModel, args: Args, world: Wor
 
 
 def make_experience(
-    batch: Rollout, models: tuple, tokenizer: HFTokenizer, iteration: int, args: Args, world: World
+    batch: Rollout,
+    models: tuple,
+    tokenizer: HFTokenizer,
+    state: TrainState,
+    args: Args,
+    world: World,
 ) -> Experience:
     """All that the updates need, computed before the first of them and constant from then on."""
     actor, critic, reference, _ = models
@@ -790,10 +799,12 @@ def make_experience(
     no_eos = ~torch.isin(experience.tokens[rows, last], stop_ids)  # [N]
     rewards[rows, last] -= args.missing_eos_penalty * no_eos
     # FORK: reward shaping. Every rank does this for all samples, and all must get the same numbers.
+    # What changes the rewards before the next line is a part of `objective/reward` in the log, what
+    # changes them after it is not. Statistics of earlier rollouts belong into `state`.
     sample_rewards = rewards.sum(1)  # [N]
     if args.kl_in == "reward":
-        # FORK: KL in the reward. Its coefficient may depend on `iteration`, or on the position in
-        # the response: mask.cumsum(1) counts the sampled tokens of each row, from 1.
+        # FORK: KL in the reward. Its coefficient may depend on state.iteration, or on the position
+        # in the response: mask.cumsum(1) counts the sampled tokens of each row, from 1.
         kls = kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
         rewards = rewards - args.kl_coef * kls
     if not rewards.isfinite().all():
@@ -828,9 +839,10 @@ def make_experience(
         is_weights = (old_logprobs - experience.logprobs).exp().clamp(max=args.rollout_is_cap)
         advantages = advantages * is_weights
     return dataclasses.replace(
-        experience, iteration=iteration, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
-        values=values, advantages=advantages, returns=returns, sample_rewards=sample_rewards,
-        mc_returns=mc_returns, advantage_std=advantage_std)  # fmt: skip
+        experience, iteration=state.iteration, old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs, values=values, advantages=advantages, returns=returns,
+        sample_rewards=sample_rewards, mc_returns=mc_returns,
+        advantage_std=advantage_std)  # fmt: skip
 
 
 def minibatches(
@@ -2024,7 +2036,7 @@ def metrics(
 ) -> dict:
     """A line of metrics.jsonl. Means over steps are weighted by tokens, without skipped steps."""
     N, mask = len(experience), experience.mask
-    row = batch.stats | {
+    row = {
         "iteration": state.iteration,
         "charts/episodes": (state.iteration + 1) * N,
         "charts/actor_steps": state.actor_steps,
@@ -2062,7 +2074,9 @@ def metrics(
         for name in names:
             if not name.endswith("_max"):
                 row[f"losses/{name}"] = token_mean(made, name)
-    return row
+    if twice := sorted(row.keys() & batch.stats.keys()):
+        raise UserError(f"batch.stats: {twice[0]} is the name of another metric: choose another")
+    return batch.stats | row
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
@@ -2454,6 +2468,8 @@ def step_table(args: Args, plan: Plan) -> str:
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     prompts, n = args.rollout_batch_size, args.n_samples_per_prompt
     kl = f"KL ({args.kl_estimator}) x {args.kl_coef:g} in the {args.kl_in}"
+    if args.ref_sync_every:
+        kl += f"; moves by {args.ref_sync_alpha:g} every {args.ref_sync_every} iterations"
     defaults = ", ".join(f"{name} {getattr(args, name):g}" for name in [*DEFAULTS, "critic_lr"])
     compiles = "on: the start takes minutes longer" if args.compile == "on" else "off"
     return f"""\
@@ -2893,7 +2909,11 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of DCP in 
 
 @dataclass
 class TrainState:
-    """What one iteration leaves to the next, besides weights and moments. Saved as JSON."""
+    """What one iteration leaves to the next, besides weights and moments.
+
+    Saved as JSON: fields are numbers, strings, lists of these, or dicts whose keys are strings.
+    FORK: a field of your own, with a default, is saved and resumed with the others.
+    """
 
     iteration: int = 0  # iterations done
     next_seed: int = 0  # the environment's seed of the next training prompt
@@ -2917,6 +2937,8 @@ class TrainState:
                 self.skipped_in_a_row[i] = self.skipped_in_a_row[i] + 1 if step["skipped"] else 0
         if max(self.skipped_in_a_row) >= 20:
             raise UserError("20 consecutive gradients were not finite: lower the learning rates")
+        with attempt("save TrainState"):  # now, and not at the first checkpoint
+            json.dumps(vars(self))
 
     LASTING: typing.ClassVar[int] = 5  # iterations after which a fault of the critic is named
 
@@ -3115,20 +3137,27 @@ def resume(args: Args, checkpointed: dict) -> TrainState:
     if not found:
         return TrainState(next_seed=first_prompt(args))
     if "reference" in checkpointed and not (found[0] / "reference").exists():
-        raise UserError(f"{found[0]} was saved with --kl-coef 0: it has no reference to resume")
+        raise UserError(f"{found[0]} was saved without a reference: resume it with --kl-coef 0")
     try:
-        state = load_checkpoint(found[0], checkpointed, args)
+        saved = load_checkpoint(found[0], checkpointed, args)
     except Exception as error:
         advice = ""
         if len(found) > 1:
             advice = f"; the one before is {found[1]}, if this one is damaged remove it"
         raise UserError(f"{found[0]} cannot be read: {error!s:.500}{advice}") from error
+    if unknown := saved.keys() - vars(TrainState()).keys():
+        has = f"{found[0]}: another version of the script saved it, whose TrainState has"
+        raise UserError(f"{has} {', '.join(sorted(unknown))}")
+    state = TrainState(**saved)
     print0(f"resuming from {found[0]}, after {state.iteration} iterations")
     return state
 
 
-def load_checkpoint(path: Path, checkpointed: dict, args: Args) -> TrainState:
-    """Fill the models and optimizers in `checkpointed`, and print which flags were others."""
+def load_checkpoint(path: Path, checkpointed: dict, args: Args) -> dict:
+    """Fill the models and optimizers in `checkpointed`, and print which flags were others.
+
+    Returns the fields of the TrainState.
+    """
     content = json.loads((path / "state.json").read_text())
     for name, value in vars(args).items():
         before = content["args"].get(name)
@@ -3148,7 +3177,7 @@ def load_checkpoint(path: Path, checkpointed: dict, args: Args) -> TrainState:
         for kind, tensors in checkpoint_tensors(model, optimizer).items():
             never_updated = tensors.keys() if kind != "weights" else ()  # may lack moments
             read_tensors(tensors, path / name / kind, optional=never_updated)
-    return TrainState(**content["state"])
+    return content["state"]
 
 
 def main() -> None:

@@ -236,6 +236,13 @@ def test_mistakes_of_forks_are_refused_and_their_flags_pass(ppo, tmp_path):
     shaped = lambda batch: dataclasses.replace(batch, rewards=batch.rewards / (batch.rewards != 0))
     with mock.patch.object(ppo, "rollout", changed(ppo.rollout, shaped)):
         refuse(ppo, tmp_path, "a reward, or its penalty for the KL, is not finite", begun=True, run_name="nan")
+    twice = lambda batch: dataclasses.replace(batch, stats={"objective/reward": 1.0})
+    with mock.patch.object(ppo, "rollout", changed(ppo.rollout, twice)):
+        refuse(ppo, tmp_path, "objective/reward is the name of another metric", begun=True, run_name="twice")
+    mean = dataclasses.field(default_factory=lambda: torch.zeros(2))
+    state = dataclasses.make_dataclass("TrainState", [("mean", torch.Tensor, mean)], bases=(ppo.TrainState,))
+    with mock.patch.object(ppo, "TrainState", state):
+        refuse(ppo, tmp_path, "cannot save TrainState: TypeError: Object of type Tensor", begun=True, run_name="state")
     with pytest.raises(ppo.UserError, match="3 samples selected: must be 270"):
         ppo.select(None, [0, 1, 2], ppo.plan_steps(ppo.Args(rollout_batch_size=270, train_batch_size=27)))
     fork = dataclasses.make_dataclass("Fork", [("threshold", float, -1.0)], bases=(ppo.Args,))

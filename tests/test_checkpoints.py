@@ -162,9 +162,17 @@ def test_a_resume_under_other_flags_says_which_and_keeps_the_first_configuration
 
 def test_a_checkpoint_without_a_reference_says_so(ppo, tmp_path):
     run = train(ppo, tmp_path)  # with --kl-coef 0
-    with pytest.raises(ppo.UserError, match=r"iter_000003 was saved with --kl-coef 0: it has no reference"):
+    with pytest.raises(ppo.UserError, match=r"iter_000003 was saved without a reference: resume it with --kl-coef 0"):
         train(ppo, tmp_path, resume="auto", **KL)
     assert iterations(run) == [2, 3] and len(lines(run)) == 3
+
+
+def test_a_checkpoint_of_a_fork_with_more_state_is_not_called_damaged(ppo, copied, tmp_path):
+    content = json.loads((newest(copied) / "state.json").read_text())
+    content["state"]["success_rates"] = [0.5]
+    (newest(copied) / "state.json").write_text(json.dumps(content))
+    with pytest.raises(ppo.UserError, match=r"iter_000003: another version .* TrainState has success_rates$"):
+        train(ppo, tmp_path, resume="auto", **WARMUP)
 
 
 def a_file_of(checkpoint, folder):

@@ -364,11 +364,13 @@ def test_kl_in_the_loss_leaves_rewards_alone_and_holds_the_actor(run, kind):
     assert 0 <= held.rows[-1]["losses/kl_loss"] < 0.5 * free.rows[-1]["losses/kl_loss"]
 
 
-def test_reference_starts_as_the_actor_and_takes_it_in_when_asked(run):
+def test_reference_starts_as_the_actor_and_takes_it_in_when_asked(ppo, run):
     seen = run(num_iterations=3, kl_coef=0.1, ref_sync_every=2, ref_sync_alpha=0.25)
     actors, references = ([entry[name] for entry in seen.weights] for name in ("actor", "reference"))
     assert torch.equal(references[0], actors[0]) and torch.equal(references[1], actors[0])
     assert torch.allclose(references[2], 0.25 * actors[2] + 0.75 * actors[0], atol=1e-7)
+    args = ppo.Args(ref_sync_every=2, ref_sync_alpha=0.25, critic_lr=1e-3)
+    assert "in the reward; moves by 0.25 every 2 iterations" in ppo.step_table(args, ppo.validate(args))
     assert run().models["reference"] is None and not any(row.get("objective/kl") for row in run().rows)  # kl_coef 0
 
 
