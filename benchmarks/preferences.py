@@ -33,7 +33,7 @@ ASK = ("Tell me about {}.", "Write a short text about {}.", "What do you think o
 TOKENS, PASSES, HELD_OUT_PASSES = 24, 10, 6
 BATCH, LEARNING_RATE = 8, 5e-5  # of the reward model
 FLAGS = dict(env_id="Prompts-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64, save_every=4,
-             max_new_tokens=TOKENS, micro_batch_tokens=1024, num_iterations=48, actor_lr=2e-5, eval_every=16,
+             max_new_tokens=TOKENS, micro_batch_tokens=1024, num_iterations=24, actor_lr=2e-5, eval_every=12,
              eval_episodes=60)  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def ppo(folder: str, count: int, kl_coef: float, seed: int) -> None:
             "critic/explained_variance", "objective/response_tokens")  # fmt: skip
     answers = [json.loads(line) for line in (FOLDER / name / "completions.jsonl").read_text().splitlines()]
     rows = [{key: row.get(key) for key in keep} for row in lines]
-    answers = [answer for answer in answers if answer["step"] in (0, 15, 31, 47)]
+    answers = [answer for answer in answers if answer["step"] in (0, 7, 15, 23)]
     run = {"pairs": count, "kl_coef": kl_coef, "seed": seed, "rows": rows, "answers": answers}
     with open(RESULTS, "a") as file:
         file.write(json.dumps(run) + "\n")
