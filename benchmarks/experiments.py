@@ -5,9 +5,9 @@
     python benchmarks/experiments.py table [NAME ...]     # what the runs gave
     python benchmarks/experiments.py draw                 # experiments.png and pictures/NAME.png
 
-A run is a command of ppo_llm.py that a reader can type, which takes one to four minutes of one core. Some runs change
-the script first: by a patch of tests/forks, or in one place, as the table of edits below says. Runs that several
-experiments share, such as the default one, are made once.
+A run is a command of ppo_llm.py that a reader can type, which takes two minutes of one core, up to six with more epochs
+and ten in bfloat16. Some runs change the script first: by a patch of tests/forks, or in one place, as the table of
+edits below says. Runs that several experiments share, such as the default one, are made once.
 """
 
 import dataclasses
@@ -169,9 +169,9 @@ def results() -> dict[str, dict]:
     return {run["key"]: run for run in map(json.loads, lines)}
 
 
-def of(run: Run) -> list[dict]:
-    """The results of a run's seeds."""
-    return [results()[run.key(seed)] for seed in range(1, 11) if run.key(seed) in results()]
+def of(run: Run, seeds: int) -> list[dict]:
+    """The results of a run's first seeds."""
+    return [results()[run.key(seed)] for seed in range(1, seeds + 1) if run.key(seed) in results()]
 
 
 def list_all() -> None:
@@ -181,6 +181,12 @@ def list_all() -> None:
             print(f"  {run.label:24} {run.command()}{f'  # {run.edit or run.patch}' if run.edit or run.patch else ''}")
 
 
+def median_at(done: list[dict], column: str, place: int) -> str:
+    """Over seeds; a dash for what a run does not have, such as the KL without a reference."""
+    values = [each["columns"][column][place] for each in done]
+    return "-" if None in values else f"{statistics.median(values):.3g}"
+
+
 def table(names: list[str]) -> None:
     for name in names or EXPERIMENTS:
         experiment = EXPERIMENTS[name]
@@ -188,18 +194,17 @@ def table(names: list[str]) -> None:
         common.table(["", "samples to 90 %", "right in the end, %", "KL in the end", f"{experiment.watch}, early, last",
                       "actor steps an iteration", "seconds", "diagnoses"])  # fmt: skip
         for run in experiment.runs:
-            done = of(run)
+            done = of(run, experiment.seeds)
             if not done:
                 continue
-            last = lambda column: f"{statistics.median(each['columns'][column][-1] or 0 for each in done):.3g}"
+            tenth = len(done[0]["columns"]["kl"]) // 10
             samples = [f"{each['samples_to_90']:,}" if each["samples_to_90"] else "-" for each in done]
-            early = lambda each: each["columns"][experiment.watch][len(each["columns"]["kl"]) // 10]
-            watched = f"{statistics.median(early(each) or 0 for each in done):.3g}, {last(experiment.watch)}"
+            watched = f"{median_at(done, experiment.watch, tenth)}, {median_at(done, experiment.watch, -1)}"
             final = " ".join(f"{100 * each['final']:.1f}" for each in done)
             seconds = statistics.median(each["seconds"] for each in done)
             causes = sorted({line.split()[1].rstrip(":,") for each in done for line in each["diagnoses"]})
-            common.line([run.label, " ".join(samples), final, last("kl"), watched, f"{done[0]['actor_steps']:.3g}",
-                         seconds, ", ".join(causes)])  # fmt: skip
+            common.line([run.label, " ".join(samples), final, median_at(done, "kl", -1), watched,
+                         f"{done[0]['actor_steps']:.3g}", seconds, ", ".join(causes)])  # fmt: skip
 
 
 def draw() -> None:
@@ -227,10 +232,11 @@ def draw() -> None:
 def draw_runs(axis, experiment: Experiment, column: str) -> None:
     """A thick line, the median of the seeds, over thin ones, one for each seed."""
     for i, run in enumerate(experiment.runs):
-        curves = [each["columns"][column] for each in of(run)]
-        if not curves:
+        done = of(run, experiment.seeds)
+        if not done:
             continue
-        x = [(k + 1) * MEAN_OF * of(run)[0]["samples"] for k in range(len(curves[0]))]
+        curves = [each["columns"][column] for each in done]
+        x = [(k + 1) * MEAN_OF * done[0]["samples"] for k in range(len(curves[0]))]
         curves = [[float("nan") if y is None else y for y in curve] for curve in curves]
         for curve in curves:
             axis.plot(x, curve, color=f"C{i}", linewidth=0.4, alpha=0.5)
@@ -244,8 +250,9 @@ def main():
     name, *rest = sys.argv[1:]
     if name in ("table", "draw"):
         return table(rest) if name == "table" else draw()
-    for seed in map(int, rest or [1, 2, 3]):
-        for run in EXPERIMENTS[name].runs:
+    experiment = EXPERIMENTS[name]
+    for seed in map(int, rest or range(1, experiment.seeds + 1)):
+        for run in experiment.runs:
             if run.key(seed) not in results():
                 line = json.dumps(measure(run, seed))
                 with open(RESULTS, "a") as file:
