@@ -873,11 +873,10 @@ def minibatches(
 
 # === 5. Rollout ===
 # Episodes are played in waves of `rollout_slots` rows. A wave lasts as long as its longest episode.
-# In this section `actor` is the sampler, the copy of the actor that generates text. Dimensions: B
-# rows decode together, R of them begin a turn, and after K decode steps the host looks at the
-# results. `cache.view(n, rows)` is the KV cache for a forward of these rows that attends to their
-# first n positions, or to a few more. Position S of the cache, `cache.scratch`, is a dummy: rows
-# that are finished, and padding, write there, so that shapes stay the same.
+# Dimensions: B rows decode together, R of them begin a turn, and after K decode steps the host
+# looks at the results. `cache.view(n, rows)` is the KV cache for a forward of these rows that
+# attends to their first n positions, or to a few more. Position S of the cache, `cache.scratch`, is
+# a dummy: rows that are finished, and padding, write there, so that shapes stay the same.
 
 
 @dataclass
@@ -971,14 +970,14 @@ class Slots:
 
 
 def decode_step(
-    actor: Transformer, cache: KVCache, slots: Slots, temperature: float, greedy: bool
+    sampler: Transformer, cache: KVCache, slots: Slots, temperature: float, greedy: bool
 ) -> None:
     """Sample one token in every row that is alive. The host does not wait for the device.
 
     The input is the newest token of a row. It is not in the cache yet: this forward puts it there.
     """
     position = torch.where(slots.alive, slots.length - 1, cache.scratch)[:, None]  # [B, 1]
-    logits = actor(slots.tokens.gather(1, position), position, cache)[:, 0]  # [B, V]
+    logits = sampler(slots.tokens.gather(1, position), position, cache)[:, 0]  # [B, V]
     # FORK: sampling. Top-p or top-k must go into every log-prob too, or the ratio is wrong.
     logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
     preference = logprobs
@@ -1009,9 +1008,9 @@ class Decoder:
     """
 
     def __init__(
-        self, actor: Transformer, cache: KVCache, slots: Slots, args: Args, greedy: bool
+        self, sampler: Transformer, cache: KVCache, slots: Slots, args: Args, greedy: bool
     ):
-        on_cuda = actor.model.norm.weight.is_cuda
+        on_cuda = sampler.model.norm.weight.is_cuda
         self.K = 8 if on_cuda else 1  # decode steps between host syncs
         self.use_graphs = on_cuda and args.compile == "on"
         self.graphs = {}  # by the number of positions
@@ -1019,7 +1018,7 @@ class Decoder:
         # that another needs.
         self.pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
         step = compiled_decode_step if args.compile == "on" else decode_step
-        self.step = lambda view: step(actor, view, slots, args.temperature, greedy)
+        self.step = lambda view: step(sampler, view, slots, args.temperature, greedy)
         self.cache, self.slots = cache, slots
 
     def run(self, attend: int) -> None:
@@ -1040,7 +1039,7 @@ class Decoder:
 
 
 def begin_turn(
-    actor: Transformer, cache: KVCache, slots: Slots, playing: dict[int, Episode], args: Args
+    sampler: Transformer, cache: KVCache, slots: Slots, playing: dict[int, Episode], args: Args
 ) -> None:
     """Upload the tokens of `playing` {row: episode}, fill the cache with them, mark the rows alive.
 
@@ -1064,7 +1063,7 @@ def begin_turn(
     for start in range(0, len(playing), rows_per_forward):
         part = slice(start, start + rows_per_forward)
         view = cache.view(ids.shape[1], rows[part])
-        actor(new_tokens[part], positions[part], view, prefill=True)
+        sampler(new_tokens[part], positions[part], view, prefill=True)
 
 
 def end_turn(
@@ -1091,7 +1090,7 @@ def envs_needed(args: Args, n_episodes: int) -> int:
 
 
 @torch.no_grad()
-def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
+def rollout(sampler, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
     """Play an episode for each of `seeds` [N], in waves of min(rollout_slots, len(envs)).
 
     `sample_ids` [N], the indices of the episodes among those of all ranks, and `iteration`, which
@@ -1099,11 +1098,11 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
     """
     N, S = len(seeds), args.max_prompt_tokens + args.max_new_tokens
     B = min(args.rollout_slots, len(envs), N)
-    weight = actor.model.norm.weight
-    cache = KVCache(actor.config, B, S, weight.dtype, weight.device)
+    weight = sampler.model.norm.weight
+    cache = KVCache(sampler.config, B, S, weight.dtype, weight.device)
     slots = Slots(B, S, tokenizer.stop_ids, weight.device)
     keys = sample_keys(args.seed, iteration, sample_ids, weight.device)  # [N]
-    decoder = Decoder(actor, cache, slots, args, greedy)
+    decoder = Decoder(sampler, cache, slots, args, greedy)
     episodes, steps = [], 0
     bar = progress(desc="rollout, samples" if iteration >= 0 else "evaluation, samples", total=N)
     for start in range(0, N, B):
@@ -1118,7 +1117,7 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
         slots.noise_keys[: len(wave)] = keys[start : start + len(wave)]
         playing = dict(enumerate(wave))
         while playing:  # one turn of every row
-            begin_turn(actor, cache, slots, playing, args)
+            begin_turn(sampler, cache, slots, playing, args)
             attend = max(len(episode.ids) for episode in playing.values())  # cache positions in use
             alive = len(playing)
             while alive:
@@ -2591,6 +2590,9 @@ class RewardModel:
         response was cut; --missing-eos-penalty is for those.
         """
         ids = [self.tokenizer.encode_conversation(*turns) for turns in conversations]
+        for row in ids:  # classifiers of transformers read the last token that is not padding
+            while row[-1] == self.model.config.raw.get("pad_token_id") and len(row) > 1:
+                row.pop()
         longest, positions = max(map(len, ids)), self.model.config.max_position_embeddings
         if longest > positions:
             raise UserError(

@@ -876,12 +876,11 @@ def minibatches(
 
 # === 5. Rollout ===
 # Continuous batching: a slot takes the next sample the moment its own ends. While an environment
-# computes a step, its slot idles.
-# In this section `actor` is the sampler, the copy of the actor that generates text. Dimensions: B
-# rows decode together, R of them begin a turn, and after K decode steps the host looks at the
-# results. `cache.view(n, rows)` is the KV cache for a forward of these rows that attends to their
-# first n positions, or to a few more. Position S of the cache, `cache.scratch`, is a dummy: rows
-# that are finished, and padding, write there, so that shapes stay the same.
+# computes a step, its slot idles. Dimensions: B rows decode together, R of them begin a turn, and
+# after K decode steps the host looks at the results. `cache.view(n, rows)` is the KV cache for a
+# forward of these rows that attends to their first n positions, or to a few more. Position S of the
+# cache, `cache.scratch`, is a dummy: rows that are finished, and padding, write there, so that
+# shapes stay the same.
 
 # Seconds in a rollout that are spent on waiting for an environment while other rows could decode:
 # an environment that answers at once should not miss the next decode step.
@@ -982,14 +981,14 @@ class Slots:
 
 
 def decode_step(
-    actor: Transformer, cache: KVCache, slots: Slots, temperature: float, greedy: bool
+    sampler: Transformer, cache: KVCache, slots: Slots, temperature: float, greedy: bool
 ) -> None:
     """Sample one token in every row that is alive. The host does not wait for the device.
 
     The input is the newest token of a row. It is not in the cache yet: this forward puts it there.
     """
     position = torch.where(slots.alive, slots.length - 1, cache.scratch)[:, None]  # [B, 1]
-    logits = actor(slots.tokens.gather(1, position), position, cache)[:, 0]  # [B, V]
+    logits = sampler(slots.tokens.gather(1, position), position, cache)[:, 0]  # [B, V]
     # FORK: sampling. Top-p or top-k must go into every log-prob too, or the ratio is wrong.
     logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
     preference = logprobs
@@ -1020,9 +1019,9 @@ class Decoder:
     """
 
     def __init__(
-        self, actor: Transformer, cache: KVCache, slots: Slots, args: Args, greedy: bool
+        self, sampler: Transformer, cache: KVCache, slots: Slots, args: Args, greedy: bool
     ):
-        on_cuda = actor.model.norm.weight.is_cuda
+        on_cuda = sampler.model.norm.weight.is_cuda
         self.K = 8 if on_cuda else 1  # decode steps between host syncs
         self.use_graphs = on_cuda and args.compile == "on"
         self.graphs = {}  # by the number of positions
@@ -1030,7 +1029,7 @@ class Decoder:
         # that another needs.
         self.pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
         step = compiled_decode_step if args.compile == "on" else decode_step
-        self.step = lambda view: step(actor, view, slots, args.temperature, greedy)
+        self.step = lambda view: step(sampler, view, slots, args.temperature, greedy)
         self.cache, self.slots = cache, slots
 
     def run(self, attend: int) -> None:
@@ -1050,7 +1049,7 @@ class Decoder:
                     self.step(view)  # is recorded, and does not run
 
 
-def prefill(actor: Transformer, cache: KVCache, episodes: dict[int, Episode], args: Args) -> None:
+def prefill(sampler: Transformer, cache: KVCache, episodes: dict[int, Episode], args: Args) -> None:
     """Compute the keys and values that the text of `episodes` {row of the cache: episode} lacks.
 
     The newest token does not go into the cache: it is the input of the first decode step.
@@ -1068,13 +1067,13 @@ def prefill(actor: Transformer, cache: KVCache, episodes: dict[int, Episode], ar
     for start in range(0, len(new), size):
         part = slice(start, start + size)
         view = cache.view(int(numbers[:, 2].max()), rows[part])
-        actor(tokens[part], positions[part], view, prefill=True)
+        sampler(tokens[part], positions[part], view, prefill=True)
     for episode in episodes.values():
         episode.cached = len(episode.ids) - 1
 
 
 def fill_slots(
-    actor, cache: KVCache, prompts: KVCache, free: list, ahead: list, staged: dict, args: Args
+    sampler, cache: KVCache, prompts: KVCache, free: list, ahead: list, staged: dict, args: Args
 ) -> dict[int, Episode]:
     """Give the next episodes to the slots in `free`, as far as their prompts are there.
 
@@ -1090,7 +1089,7 @@ def fill_slots(
             if not ready:
                 break
             staged.update(enumerate(ready))
-            prefill(actor, prompts, staged, args)
+            prefill(sampler, prompts, staged, args)
             ahead[:] = [episode for episode in ahead if episode not in ready]
         slot, source = free.pop(0), next(iter(staged))
         seated[slot] = staged.pop(source)
@@ -1162,23 +1161,23 @@ def envs_needed(args: Args, n_episodes: int) -> int:
 
 
 @torch.no_grad()
-def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
+def rollout(sampler, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
     """Play an episode for each of `seeds` [N], min(rollout_slots, len(envs)) at the same time.
 
-    `actor` is the sampler. `sample_ids` [N], the indices of the episodes among those of all ranks,
-    and `iteration`, which is negative in evaluations, choose the sampling noise.
+    `sample_ids` [N], the indices of the episodes among those of all ranks, and `iteration`, which
+    is negative in evaluations, choose the sampling noise.
     """
     N, S = len(seeds), args.max_prompt_tokens + args.max_new_tokens
     B = min(args.rollout_slots, len(envs), N)
-    weight = actor.model.norm.weight
-    cache = KVCache(actor.config, B, S, weight.dtype, weight.device)
+    weight = sampler.model.norm.weight
+    cache = KVCache(sampler.config, B, S, weight.dtype, weight.device)
     # Of episodes that wait for a slot, see fill_slots.
     prompts = KVCache(
-        actor.config, max(1, B // 4), args.max_prompt_tokens, weight.dtype, weight.device
+        sampler.config, max(1, B // 4), args.max_prompt_tokens, weight.dtype, weight.device
     )
     slots = Slots(B, S, tokenizer.stop_ids, weight.device)
     keys = sample_keys(args.seed, iteration, sample_ids).tolist()
-    decoder = Decoder(actor, cache, slots, args, greedy)
+    decoder = Decoder(sampler, cache, slots, args, greedy)
     episodes = []  # all that have been started, in the order of `seeds`
     ahead, staged = [], {}  # those that have no slot yet, see fill_slots
     playing = {}  # {slot: episode} of those that have a slot
@@ -1206,10 +1205,10 @@ def rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=F
             continue  # ask for more prompts
 
         # Begin turns, in slots that are free and in those whose environment has answered.
-        playing |= fill_slots(actor, cache, prompts, free, ahead, staged, args)
+        playing |= fill_slots(sampler, cache, prompts, free, ahead, staged, args)
         begun = {slot: e for slot, e in playing.items() if not e.call and slot not in decoding}
         if begun:
-            prefill(actor, cache, begun, args)  # of the environment's text; prompts are there
+            prefill(sampler, cache, begun, args)  # of the environment's text; prompts are there
             begin_turn(slots, begun)
             decoding |= {slot: len(episode.ids) for slot, episode in begun.items()}
         if not decoding:  # all environments are at work
@@ -2706,6 +2705,9 @@ class RewardModel:
         response was cut; --missing-eos-penalty is for those.
         """
         ids = [self.tokenizer.encode_conversation(*turns) for turns in conversations]
+        for row in ids:  # classifiers of transformers read the last token that is not padding
+            while row[-1] == self.model.config.raw.get("pad_token_id") and len(row) > 1:
+                row.pop()
         longest, positions = max(map(len, ids)), self.model.config.max_position_embeddings
         if longest > positions:
             raise UserError(

@@ -32,6 +32,7 @@ ASK = ("Tell me about {}.", "Write a short text about {}.", "What do you think o
        "Say something about {}.", "What comes to your mind when you think of {}?")  # fmt: skip
 TOKENS, PASSES, HELD_OUT_PASSES = 24, 10, 6
 BATCH, LEARNING_RATE = 8, 5e-5  # of the reward model
+MEAN_OF = 4  # iterations: a point of a curve
 FLAGS = dict(env_id="Prompts-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64, save_every=4,
              max_new_tokens=TOKENS, micro_batch_tokens=1024, num_iterations=24, actor_lr=2e-5, eval_every=12,
              eval_episodes=60)  # fmt: skip
@@ -148,27 +149,37 @@ def ppo(folder: str, count: int, kl_coef: float, seed: int) -> None:
     run = {"pairs": count, "kl_coef": kl_coef, "seed": seed, "rows": rows, "answers": answers}
     with open(RESULTS, "a") as file:
         file.write(json.dumps(run) + "\n")
+    print(f"{name}: see {FOLDER / name}, and preferences.py plot")
 
 
 def plot() -> None:
     runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-    common.table(["pairs", "KL weight", "seed", "KL, nats", "learned reward", "true reward: first, best, last"])
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    common.table(["pairs", "KL weight", "seed", "KL, nats", "learned reward: first, last",
+                  "true reward: first, best, last", "explained variance, second half"])  # fmt: skip
     for i, run in enumerate(runs):
-        means = {key: [statistics.mean(row[key] for row in run["rows"][k : k + 4])
-                       for k in range(0, len(run["rows"]), 4)]
-                 for key in ("objective/kl", "objective/true_reward", "objective/reward_model")}  # fmt: skip
-        kl, true, learned = means.values()
+        rows = run["rows"]
+        parts = [rows[k : k + MEAN_OF] for k in range(0, len(rows), MEAN_OF)]
+        kl, true, learned = ([statistics.mean(row[f"objective/{name}"] for row in part) for part in parts]
+                             for name in ("kl", "true_reward", "reward_model"))  # fmt: skip
         label = f"{run['pairs']} pairs, KL {run['kl_coef']:g}, seed {run['seed']}"
         axes[0].plot(kl, learned, "o-", color=f"C{i}", markersize=3, label=label)
         axes[1].plot(kl, true, "o-", color=f"C{i}", markersize=3)
-        change = f"{learned[0]:.2f} -> {learned[-1]:.2f}"
-        true = f"{true[0]:.2f}, {max(true):.2f}, {true[-1]:.2f}"
-        common.line([run["pairs"], run["kl_coef"], run["seed"], f"{kl[-1]:.1f}", change, true])
+        explained = statistics.mean(row["critic/explained_variance"] for row in rows[len(rows) // 2 :])
+        common.line([run["pairs"], run["kl_coef"], run["seed"], f"{kl[-1]:.1f}", f"{learned[0]:.2f}, {learned[-1]:.2f}",
+                     f"{true[0]:.2f}, {max(true):.2f}, {true[-1]:.2f}", f"{explained:.2f}"])  # fmt: skip
     axes[0].set(xlabel="KL to the reference, nats", ylabel="learned reward, standard deviations")
     axes[1].set(xlabel="KL to the reference, nats", ylabel="true reward, -1 to 1")
     axes[0].legend(fontsize=7)
     figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
+    print()
+    common.table(["pairs", "KL weight", "iteration", "prompt", "answer", "learned", "true"])
+    for run in runs:
+        if run["seed"] == 1:
+            for answer in run["answers"]:
+                common.line([run["pairs"], run["kl_coef"], answer["step"], answer["prompt"],
+                             answer["response"].replace("\n", " ").replace("|", "/"), f"{answer['reward']:.2f}",
+                             f"{sentiment(answer['response']):.2f}"])  # fmt: skip
 
 
 def main():

@@ -34,16 +34,19 @@ def scores_of(ppo, folder, conversations):
     return torch.stack([model(torch.tensor([tokenizer.encode(text)]))[0, -1].detach() for text in texts])
 
 
-@pytest.mark.parametrize("family", ["llama3-rope", "qwen2-tied", "qwen3-sharded"])
+@pytest.mark.parametrize("family", ["llama3-rope", "qwen2-tied", "qwen3-sharded", "qwen2-tied, ends with padding"])
 @torch.no_grad()
 def test_scores_are_those_of_transformers(ppo, tmp_path, family):
-    """Which get one conversation at a time; ours are padded."""
+    """Which get one conversation at a time; ours are padded. The token that a conversation ends with may be padding."""
     transformers = pytest.importorskip("transformers")
     from test_transformers import hf_config, hf_tokenizer, randomize
 
-    model = transformers.AutoModelForSequenceClassification.from_config(hf_config(family, num_labels=1))
+    model = transformers.AutoModelForSequenceClassification.from_config(hf_config(family.split(",")[0], num_labels=1))
     randomize(model).save_pretrained(tmp_path, **{"max_shard_size": "200KB"} if "sharded" in family else {})
     hf_tokenizer().save_pretrained(tmp_path)
+    if "padding" in family:
+        config, last = tmp_path / "config.json", ppo.HFTokenizer(tmp_path).encode_conversation(*CONVERSATIONS[0])[-1]
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": last}))
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = []
