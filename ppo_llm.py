@@ -11,22 +11,24 @@ reward model) may add to the rewards.
         --eval-env-kwargs '{"path": "test.jsonl"}'
     torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # models sharded over eight GPUs
 
-Part I is PPO, to be read from top to bottom: 1. arguments, 2. mathematics, 3. training loop,
-4. experience, 5. rollout. Part II is what it stands on, to be looked up: 6. transformer,
-7. tokenizer and Hugging Face checkpoints, 8. text environments, 9. statistics, evaluation and
-diagnosis, 10. errors, check of the flags, plan, 11. ranks and models, 12. run folder, saving and
-resuming.
+Part I is PPO itself and is meant to be read from top to bottom: 1. arguments, 2. mathematics,
+3. training loop, 4. experience, 5. rollout. Part II is what it is built on and is meant for
+reference: 6. transformer, 7. tokenizer and Hugging Face checkpoints, 8. text environments,
+9. statistics, evaluation and diagnosis, 10. errors, check of the flags, plan, 11. ranks and models,
+12. run folder, saving and resuming.
 
-Terminology. The actor is the policy that is trained. The sampler is an unsharded copy of it, one
-on every rank, which generates text. The old policy is the actor as it was before the updates of an
-iteration; it exists only as `old_logprobs`. A sample is one episode: a prompt, a response, and
-perhaps more turns. An iteration is a rollout and the updates that are made on it, a minibatch is
-the data of one optimizer step, a microbatch (`mb`) the data of one forward and backward pass.
+Terminology. The actor is the policy that is trained. The sampler is an unsharded copy of the actor,
+one on every rank, which generates text. The old policy is the actor as it was before the updates of
+an iteration; it exists only as `old_logprobs` (with --no-recompute-old-logprobs the sampler's). A
+sample is one episode: a prompt, a response, and perhaps more turns. A stop token is one by which
+the model ends a response, such as <eos>. An iteration is a rollout and the updates on it; a
+minibatch is the data of one optimizer step, and a microbatch (`mb`) is the data of one forward and
+backward pass.
 
 Layout. Tensors of experience are [B, T] or [N, T]: a row is a sample that starts at index 0 and is
 padded on the right. What belongs to a token is stored at the index of that token:
 
-    mask[b, t]      is True if the actor sampled token t, False for prompts and environment text
+    mask[b, t]      is True if the actor sampled token t, False for all other tokens and padding
     logprobs[b, t]  = log pi(token t | tokens before t)
     values[b, t]    = V(tokens before t), of the state in which token t was sampled
     rewards[b, t]   is what token t earned
@@ -34,12 +36,12 @@ padded on the right. What belongs to a token is stored at the index of that toke
 Dimensions: N samples of a rollout, B rows of a microbatch, T tokens, V vocabulary, and in the
 model S cache positions, H and Hkv heads, D head size.
 
-Every rank does the same: it plays a share of the episodes, receives the samples of all ranks, and
-computes a share of each minibatch. It stores a shard of each trained model; FSDP gathers the whole
-weights, block by block, when they are needed. Experience is the same on all ranks. `world` (a
-World, section 11) knows the ranks; a single process is a world of one. UserError (section 10) is an
-error that the user can fix: the script prints its message as one line and ends. Comments that begin
-with `FORK:` mark the places where people change the algorithm.
+All ranks do the same work: each plays a share of the episodes, receives the samples of all ranks,
+and computes a share of each minibatch. Every model except the sampler is sharded over the ranks;
+FSDP gathers the whole weights, block by block, when they are needed. The experience is the same on
+all ranks. `world` (a World, section 11) describes the ranks; a single process is a world of one.
+UserError (section 10) is an error that the user can fix: the script prints its message as one line
+and exits with code 2. Comments that begin with `FORK:` mark where forks change the algorithm.
 """
 
 from __future__ import annotations
@@ -114,51 +116,53 @@ Fraction = Annotated[float, Range(0, 1)]
 class Args:
     """PPO for language models.
 
-    None as a value of a flag is typed as it is: `--value-clip None`. Some defaults are None because
-    they depend on other flags, as their help says; the values in use are printed at start.
+    To set a flag to None, write the word: `--value-clip None`. Some defaults are None because they
+    depend on other flags, as their help says; the values in use are printed at the start.
     """
 
-    # Determines the initial weights, the choice of training prompts, the sampled tokens, and the
-    # order of the minibatches. The prompts of evaluations do not depend on it.
+    # Random seed. It determines the initial weights, the choice of training prompts, the sampled
+    # tokens, and the order of the minibatches. The prompts of evaluations do not depend on it.
     seed: CountOrZero = 1
     # Name of the run and of its folder. Default: <environment>__<script>__<seed>__<time>.
     run_name: str | None = None
     # Folder that contains the folders of the runs.
     log_dir: str = "runs"
-    # Where to compute. auto: on the GPU if there is one, otherwise on the CPU.
+    # Device to compute on. With auto, a GPU is used if there is one, and otherwise the CPU.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # Precision of the forward and backward passes; weights and optimizer are always in float32.
-    # auto: bfloat16 on a GPU, float32 on the CPU.
+    # Precision of the forward and backward passes. Trained weights and the optimizer's state are
+    # always float32. With auto, it is bfloat16 on a GPU and float32 on the CPU.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # Compile the transformer's blocks and the decode step with torch.compile. auto: on a GPU.
+    # Compile the transformer's blocks and the decode step with torch.compile; on a GPU, decode
+    # steps are then also recorded as CUDA graphs. With auto, this applies only on a GPU.
     compile: Literal["auto", "on", "off"] = "auto"
-    # Compute the activations of each block a second time in the backward pass instead of keeping
-    # them: less memory, and about a third more time for the updates.
+    # Recompute the activations of each block in the backward pass instead of storing them. This
+    # saves memory, but makes the updates take about a third longer.
     activation_checkpointing: bool = False
 
     # Folder of a Hugging Face checkpoint (Llama, Qwen2 or Qwen3) from which the actor starts; names
-    # on the hub are not looked up. Default: a tiny randomly initialized Llama over the characters
-    # of the environment.
+    # on the Hub are not resolved. Default: a tiny, randomly initialized Llama whose tokens are the
+    # characters that the environment uses.
     model: str | None = None
-    # Text environment that gives prompts and rewards: SortDigits-v0, GSM8K-v0, Prompts-v0 with the
-    # prompts of a file and, if you like, a reward function, or one of your own as
+    # Text environment that provides prompts and rewards: SortDigits-v0, GSM8K-v0, Prompts-v0, which
+    # takes its prompts from a file and, optionally, a reward function, or your own environment as
     # my_module:MyEnv-v0.
     env_id: str = "SortDigits-v0"
     # Arguments of the environment's constructor, as a JSON object, for example
     # '{"path": "prompts.jsonl", "reward": "my_module:reward"}' for Prompts-v0.
     env_kwargs: str = "{}"
-    # Seconds that the environment may take for one call of reset() or step().
+    # Seconds that the environment may take for one call of reset() or step(). A call that takes
+    # longer ends the run with an error.
     env_timeout: Positive = 60.0
     # Folder of a reward model: a Hugging Face sequence classifier with one label (Llama, Qwen2 or
-    # Qwen3). Its tokenizer and its chat template, if it has one, are used for it. Its score is
-    # added to the reward of a sample's last token, in training and in evaluations. What it scores
-    # is the conversation with all its turns, as text, at its last token: it does not see whether a
-    # response was cut.
+    # Qwen3). It reads text through its own tokenizer and, if it has one, its own chat template. Its
+    # score is added to the reward of a sample's last token, in training and in evaluations. It
+    # scores the whole conversation, as text, at the last token; it cannot see that a response was
+    # cut.
     reward_model: str | None = None
-    # Folder of a checkpoint from which the critic starts, whose tokenizer must have the actor's
-    # vocabulary: a reward model, the critic of an earlier run, or a language model, to which a head
-    # of zeros is added. It may be smaller than the actor. Default: a copy of the actor, with a head
-    # of zeros.
+    # Folder of a checkpoint from which the critic starts: a reward model, the critic of an earlier
+    # run, or a language model, to which a value head of zeros is added. Its tokenizer must have the
+    # same vocabulary as the actor's. The critic may be smaller than the actor. Default: a copy of
+    # the actor with a value head of zeros.
     critic_model: str | None = None
 
     # Number of iterations: each is a rollout and the updates that are made on it. The learning rate
@@ -166,43 +170,47 @@ class Args:
     num_iterations: Count = 270
     # Prompts in a rollout, on all ranks together.
     rollout_batch_size: Count = 256
-    # Responses that the actor samples to each prompt of a rollout. PPO treats them as independent
+    # Responses that the actor samples for each prompt of a rollout. PPO treats them as independent
     # samples; responses to one prompt are adjacent rows, for forks that compare them.
     n_samples_per_prompt: Count = 1
-    # How many samples each rank decodes at the same time, at most. Its KV cache has as many rows.
+    # Maximum number of samples that a rank decodes at the same time, each in a row of its KV cache.
+    # If a rank has fewer samples than this, the cache has only as many rows as samples.
     rollout_slots: Count = 256
-    # Longest prompt in tokens, chat template included. A longer one ends the run with an error
-    # when it is drawn. Default: 16, with --model 512.
+    # Maximum length of a prompt in tokens, including the chat template. A longer prompt ends the
+    # run with an error when it is drawn. Default: 16, or 512 with --model.
     max_prompt_tokens: Count | None = None
-    # Tokens that may follow a prompt, in all turns of an episode together, text of the environment
-    # included. Default: 8, with --model 256.
+    # Maximum number of tokens after the prompt, counted over all turns of an episode and including
+    # the environment's text. A response that is cut there is rewarded and trained on like others;
+    # see --missing-eos-penalty and --bootstrap-truncated. Default: 8, or 256 with --model.
     max_new_tokens: Count | None = None
     # Temperature of the policy. It divides the logits in sampling and in all log-probs alike.
     temperature: Positive = 1.0
-    # Supervised steps on demonstrations of the environment before PPO. Default: 60, with --model 0.
+    # Number of supervised steps on the environment's demonstrations before PPO (the warm start).
+    # Default: 60, or 0 with --model.
     sft_steps: CountOrZero | None = None
-    # Learning rate of the supervised steps. Default: 1.3e-3, with --model 1e-5.
+    # Initial learning rate of the supervised steps, which decays linearly to 0. Default: 1.3e-3, or
+    # 1e-5 with --model.
     sft_lr: PositiveOrZero | None = None
 
-    # Passes that the actor makes over each rollout.
+    # Number of passes over each rollout in which the actor is updated.
     ppo_epochs: Count = 2
-    # Passes that the critic makes over each rollout. 0: it is not trained. Default: as many as the
-    # actor makes.
+    # Number of passes over each rollout in which the critic is updated. With 0 it is not trained.
+    # Default: the value of --ppo-epochs.
     critic_epochs: CountOrZero | None = None
     # Samples per minibatch, that is per optimizer step, on all ranks together. Must divide
     # rollout_batch_size * n_samples_per_prompt.
     train_batch_size: Count = 64
-    # How many tokens a microbatch has on each rank, at most, unless a single sample has more. This
-    # changes memory and speed; results change only by rounding.
+    # Maximum number of tokens in a microbatch on each rank, without padding; a longer sample is a
+    # microbatch of its own. This affects memory and speed; results change only by rounding.
     micro_batch_tokens: Count = 4096
-    # Learning rate of the actor at the first step. Default: 5e-4, with --model 1e-5, which suits
-    # small models; 1e-6 is customary for 7B.
+    # Initial learning rate of the actor. Default: 5e-4, or 1e-5 with --model, which suits small
+    # models; for 7B models, 1e-6 is customary.
     actor_lr: PositiveOrZero | None = None
-    # Learning rate of the critic at the first step. Default: 0.064 divided by the critic's width
-    # (hidden_size), which is 1e-3 without --model, 1.1e-4 for SmolLM2-135M and 1.8e-5 for a 7B.
+    # Initial learning rate of the critic. Default: 0.064 divided by the critic's hidden_size, which
+    # is 1e-3 without --model, 1.1e-4 for SmolLM2-135M and 1.8e-5 for Qwen2.5-7B.
     critic_lr: PositiveOrZero | None = None
-    # Adam's beta1, the decay rate of its momentum. Default: with --model 0.9, as usual; otherwise
-    # 0.5, with which the tiny model also learns from dense rewards.
+    # Adam's beta1, the decay rate of its momentum. Default: 0.5, with which the tiny model learns
+    # from dense rewards, too, or the usual 0.9 with --model.
     adam_beta1: Fraction | None = None
     # The learning rates decay linearly to this fraction of their first value, which they reach
     # after the last step.
@@ -216,53 +224,58 @@ class Args:
 
     # Discount factor per token.
     gamma: Fraction = 1.0
-    # Lambda of generalized advantage estimation. With 1 the advantage of a token is the sum of all
-    # rewards from it on, minus its value; with 0 it is its reward plus the next value, minus its
-    # value. Lambdas between interpolate: with 0.95, customary for short answers, a reward 100
-    # tokens later counts 0.6 %.
+    # Lambda of generalized advantage estimation (GAE). With 1, the advantage of a token is the sum
+    # of the rewards from that token on, minus the value of its state. With 0, it is the token's
+    # reward plus the value of the next state, minus the value of its state. Values in between
+    # interpolate: with 0.95, which is customary for short answers, a reward 100 tokens later has a
+    # weight of 0.6 %.
     gae_lambda: Fraction = 1.0
-    # Lambda of the returns that the critic learns to predict. With 1 they are sums of rewards, with
-    # less they also contain the critic's own values.
+    # Lambda of the returns that the critic learns to predict. With 1, they are sums of rewards;
+    # below 1, they also contain the critic's own values.
     critic_lambda: Fraction = 1.0
     # The probability ratio of new and old policy is clipped from below at 1 - clip_low.
     clip_low: Annotated[float, Range(1e-9, 1)] = 0.2
     # The probability ratio of new and old policy is clipped from above at 1 + clip_high.
     clip_high: Positive = 0.2
-    # New values are clipped to this distance from the old ones in the critic's loss. It is in units
-    # of the reward: for large rewards raise it, or turn it off by None.
+    # In the critic's loss, new values are clipped to within this distance of the old values. It is
+    # in units of the reward: if rewards are large, raise it, or turn clipping off with None.
     value_clip: Positive | None = 0.2
     # Bounds the loss of a token with a negative advantage A at dual_clip * |A|; 3 is customary.
     # None: no bound.
     dual_clip: Annotated[float, Range(1.001)] | None = None
     # Weight of the entropy bonus in the actor's loss.
     entropy_coef: PositiveOrZero = 0.0
-    # Ends the actor's epochs of an iteration at the first minibatch in which the approximate KL
-    # between old and new policy, a mean over tokens, exceeds this, before a step is made on that
-    # minibatch. The learning rate does not decay for steps that are not made. None: never.
+    # Limit of the approximate KL from the old to the new policy, a mean over the tokens of a
+    # minibatch. The first minibatch that exceeds it ends the actor's epochs of the iteration,
+    # before a step is taken on it. The learning rate does not decay for the steps that are left
+    # out. With None there is no limit.
     target_kl: Positive | None = None
-    # Compute the old log-probs by a training forward pass after the rollout. If this is off, the
-    # log-probs recorded by the sampler are used instead, which saves the pass; the first ratio then
-    # differs from 1 by as much as sampler and trainer differ. If that is much, the run ends.
+    # Compute the old log-probs with a forward pass of the actor after the rollout. If this is off,
+    # the log-probs recorded by the sampler are used, which saves that pass, but the ratio then
+    # differs from 1 at the start by as much as sampler and trainer differ. If they differ too much
+    # in the first updates, the run ends with an error.
     recompute_old_logprobs: bool = True
-    # Weigh each token by its importance ratio pi_old / pi_sampler, truncated at this value, to
-    # correct for differences between trainer and sampler; 2 is customary. None: no weights.
+    # Weight the policy loss of each token by its importance ratio pi_old / pi_sampler, truncated at
+    # this value, to correct for differences between trainer and sampler; 2 is customary. With None
+    # there are no weights.
     rollout_is_cap: Positive | None = None
-    # Weight of the KL penalty to the reference, for each token, in units of the reward. With 0
-    # there is no reference. Default: 0.02, with --model 0.01.
+    # Weight of the KL penalty with respect to the reference, for each token, in units of the
+    # reward. With 0 there is no reference. Default: 0.02, or 0.01 with --model.
     kl_coef: PositiveOrZero | None = None
     # Whether the KL penalty is subtracted from the rewards or added to the actor's loss.
     kl_in: Literal["reward", "loss"] = "reward"
     # Estimator of the KL (http://joschu.net/blog/kl-approx.html). Default: k1 in the reward, k3 in
     # the loss.
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    # Number of iterations between updates of the reference from the actor, which let it drift
-    # further. 0: the reference never changes.
+    # Number of iterations between updates of the reference, which move it towards the actor and so
+    # let the actor drift further. With 0 the reference never changes.
     ref_sync_every: CountOrZero = 0
-    # How far an update of the reference moves it: alpha * actor + (1 - alpha) * reference. With
-    # 0.05 in every iteration the reference is an exponential moving average of the actor.
+    # How far each update moves the reference: reference = alpha * actor + (1 - alpha) * reference.
+    # With an alpha of 0.05 and an update in every iteration, for example, the reference is an
+    # exponential moving average of the actor.
     ref_sync_alpha: Fraction = 1.0
-    # Subtracted in training from the reward of a sample whose last token is not a stop token. It is
-    # of use with a reward model, which cannot see that a response was cut.
+    # Penalty that is subtracted, in training only, from the reward of a sample whose last token is
+    # not a stop token. It is useful with a reward model, which cannot see that a response was cut.
     missing_eos_penalty: PositiveOrZero = 0.0
     # Let the return of a truncated sample end with the critic's value of its last state, instead of
     # with 0. A sample is truncated if the token limit cut its last response or left no room for
@@ -272,20 +285,22 @@ class Args:
     # Episodes of an evaluation. They are played twice: sampled at temperature 1, and greedily.
     eval_episodes: Count = 512
     # Arguments of the evaluation's environment that differ from --env-kwargs, as a JSON object, for
-    # example '{"path": "test.jsonl"}'. Without it an environment that reads a file is evaluated on
-    # prompts that it also trains on.
+    # example '{"path": "test.jsonl"}'. Without them, an environment that reads a file is evaluated
+    # on prompts that are also used in training.
     eval_env_kwargs: str = "{}"
-    # Number of iterations between evaluations during training. 0: there are only those before the
-    # first iteration and after the last.
+    # Number of iterations between evaluations during training. With 0, there are evaluations only
+    # before the first iteration and after the last.
     eval_every: CountOrZero = 0
-    # Number of iterations between checkpoints; there is one at the end, too. 0: none, unless a
-    # signal ends the run. With a critic as large as the actor, a checkpoint takes 28 bytes for each
-    # parameter of the actor, without a reference 24.
+    # Number of iterations between checkpoints; there is also one at the end. With 0, none is saved
+    # unless a signal ends the run. If the critic is as large as the actor, a checkpoint takes 28
+    # bytes for each parameter of the actor, or 24 without a reference: the weights of actor and
+    # critic in float32 and Adam's two moments of each, and the weights of the reference.
     save_every: CountOrZero = 50
     # Number of checkpoints that are kept; older ones are removed after a new one is complete.
     keep_checkpoints: Count = 2
-    # Continue a run: the path of its folder or of one of its checkpoints, or `auto` for the run
-    # named --run-name, which is started if it has no checkpoint yet. Repeat the other flags.
+    # Run to continue: the path of its folder or of one of its checkpoints, or `auto` for the run
+    # that --run-name names, which is started if it has no checkpoint yet. The other flags are not
+    # restored: give them again.
     resume: str | None = None
 
 
@@ -402,11 +417,11 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 
 
 # === 3. Training loop ===
-# A minibatch is the data of one optimizer step, and comes in microbatches. `n_tokens` is the number
-# of its sampled tokens, on all ranks. The loss of a microbatch is a sum over its tokens divided by
-# that number; backward() accumulates the gradients, and FSDP adds them up over the ranks (`shard`
-# turns its averaging off). So the gradient of a step is that of the mean over all tokens of the
-# minibatch.
+# Each minibatch is split into microbatches; `n_tokens` is the number of sampled tokens that it has
+# on all ranks. The loss of a microbatch is a sum over its sampled tokens divided by `n_tokens`.
+# backward() accumulates the gradients, and FSDP sums them over the ranks (`shard` turns off its
+# averaging). The gradient of a step is therefore that of the mean loss over all sampled tokens of
+# the minibatch.
 
 
 def train(args: Args) -> dict:
@@ -425,6 +440,7 @@ def train(args: Args) -> dict:
     checkpointed = {"actor": (actor, actor_optimizer), "critic": (critic, critic_optimizer)}
     if reference is not None:
         checkpointed["reference"] = (reference, None)
+    # Counters and the next prompt: new, or from a checkpoint, which then also fills the models.
     state = resume(args, checkpointed)
     interrupt = 0  # the number of the signal that asked the run to stop
     evaluate_now = lambda: evaluate(
@@ -448,21 +464,23 @@ def train(args: Args) -> dict:
 
             clock = Clock()
             # --- Rollout: every rank plays a share of the episodes and gets the samples of all. A
-            # seed of the environment stands for a prompt, the next seeds for prompts not seen yet.
-            # FORK: which prompts: any `rollout_batch_size` seeds. The samples are in the order of
-            # `seeds`. To draw them at random, take a generator seeded by (seed, iteration), so that
-            # a resumed run has the same prompts, and keep success rates and the like in `state`.
+            # seed of the environment stands for a prompt. Later seeds are other prompts, until an
+            # environment that reads a file starts over.
+            # FORK: choice of the prompts. Any `rollout_batch_size` seeds will do, and the samples
+            # come in the order of `seeds`. To draw seeds at random, use a generator that is seeded
+            # with (seed, iteration), so that a resumed run gets the same prompts, and keep success
+            # rates and the like in `state`.
             prompt_seeds = range(state.next_seed, state.next_seed + args.rollout_batch_size)
             seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
             batch = play(sampler, tokenizer, envs, seeds, state.iteration, args, world)
-            # Is logged with the iteration.
+            # Statistics of the batch are logged with the iteration.
             batch.stats |= {f"eval/{name}": value for name, value in evaluation.items()}
             clock.end("rollout")
 
             # --- Old log-probs, values, rewards, advantages: computed once, constant from here on
             if reward_model:
                 add_scores(batch, reward_model, args, world)
-            # FORK: which samples train. There must be as many as were planned:
+            # FORK: choice of the samples to train on. There must be as many as were planned:
             # batch = select(batch, indices, plan), see section 11.
             experience = make_experience(batch, models, tokenizer, state, args, world)
             clock.end("score")
@@ -481,7 +499,7 @@ def train(args: Args) -> dict:
                     v_loss.backward()
                     stats.add_loss_terms(value_loss=v_loss)
                 grad_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
-                step_stats = stats.read(grad_norm)
+                step_stats = stats.read(grad_norm)  # all of them as floats, summed over the ranks
                 lr = linear_schedule(args.critic_lr, args.lr_end, state.critic_steps,
                                      plan.critic_steps_total)  # fmt: skip
                 optimizer_step(critic_optimizer, lr, step_stats["grad_norm"])
@@ -508,7 +526,7 @@ def train(args: Args) -> dict:
                     entropy = entropies.sum() / loss_denom
                     loss = pg_loss - args.entropy_coef * entropy
                     if args.kl_in == "loss" and reference is not None:
-                        # FORK: KL in the loss.
+                        # FORK: KL in the loss. Multiply it by coefficients [B, T] before the sum.
                         kl_loss = kl_estimate(newlogprobs, mb.ref_logprobs,
                                               args.kl_estimator).sum() / loss_denom  # fmt: skip
                         loss = loss + args.kl_coef * kl_loss
@@ -530,7 +548,7 @@ def train(args: Args) -> dict:
             clock.end("actor")
 
             # --- New weights for sampler and reference, diagnoses, log, checkpoint
-            copy_weights(actor, sampler)
+            copy_weights(actor, sampler)  # each weight is gathered from all ranks and cast
             if args.ref_sync_every and (state.iteration + 1) % args.ref_sync_every == 0:
                 sync_reference(reference, actor, args.ref_sync_alpha)
             interrupt = run.received_signal()
@@ -540,14 +558,14 @@ def train(args: Args) -> dict:
             clock.end("diagnose")
             run.log(batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis,
                     clock)  # fmt: skip
-            diagnosis.refuse_broken_ratio()  # ends a run whose first ratio was not 1
+            diagnosis.refuse_broken_ratio()  # ends a run whose very first ratio was not 1
             state.end_iteration(args, actor_stats, critic_stats)
             if interrupt or state.is_due_for_saving(args):
                 save_checkpoint(run, checkpointed, state, args, world)
 
         save_hf_checkpoint(actor, actor.config, tokenizer, run.path / "model")
         save_hf_checkpoint(critic, critic.config, tokenizer, run.path / "critic")
-        world.barrier()  # torchrun ends all ranks as soon as one has ended
+        world.barrier()  # torchrun kills all ranks as soon as one exits with a nonzero code
         if interrupt:
             raise SystemExit(128 + interrupt)
         run.summary["eval_after"] = evaluate_now()
@@ -577,8 +595,8 @@ def sync_reference(reference: Transformer, actor: Transformer, alpha: float) -> 
 
 
 # === 4. Experience ===
-# From a rollout, which is what sampler and environments have left, to the experience that the
-# updates learn from, and to the minibatches and microbatches of the updates.
+# This section turns a Rollout, which is what sampler and environments produce, into the Experience
+# that the updates learn from, and splits the Experience into minibatches and microbatches.
 
 
 Conversation = list[tuple[str, str]]  # (role, text) of each turn, the prompt first
@@ -605,7 +623,7 @@ class Rollout:
     # samples through `select`, over the ranks, and into every microbatch, as mb.extras[name]. More
     # may be added to experience.extras in make_experience.
     extras: dict[str, Tensor] = field(default_factory=dict)
-    # What a reward model reads. Default: of each sample the prompt, and all the rest as its answer.
+    # What a reward model reads. By default: the prompt, and all text after it as one answer.
     conversations: list[Conversation] | None = None
 
     def __post_init__(self):
@@ -707,12 +725,13 @@ def sampled_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the sampled tokens, and entropies of the distributions they were sampled from.
 
-    Both are [B, T], stored at the index of the sampled token, and 0 outside the mask. This is
-    what one would compute as follows, without the padding and without holding all the logits:
+    Both are [B, T], stored at the index of the sampled token, and 0 outside the mask. The result is
+    that of the following code, but padding is skipped and the logits are never held all at once:
         log_p = F.log_softmax(model(tokens) / temperature, dim=-1)[:, :-1]  # of tokens[:, 1:]
         logprobs[:, 1:] = log_p.gather(2, tokens[:, 1:, None])[..., 0] * mask[:, 1:]
         entropies[:, 1:] = -(log_p.exp() * log_p).sum(-1) * mask[:, 1:]
     """
+    # With a packing the model returns log-probs and entropies instead of logits.
     return model(mb.tokens, packing=mb.packing, temperature=temperature)
 
 
@@ -721,6 +740,7 @@ def sampled_values(critic: Transformer, mb: Experience) -> Tensor:
 
     What one would compute as values[:, 1:] = critic(tokens)[:, :-1] * mask[:, 1:].
     """
+    # With a packing the model returns values of the states before the tokens, not after them.
     return critic(mb.tokens, packing=mb.packing)
 
 
@@ -732,9 +752,10 @@ def forward_all(function: Callable, experience: Experience, args: Args, world: W
     everything = torch.arange(len(experience))
     shares = microbatches(everything, experience.lengths, args.micro_batch_tokens, world)
     for rows in progress(shares, "scoring, microbatches"):
-        # torch.compile has another graph for forwards without gradients, which rounds differently:
-        # in bfloat16 the first ratio would not be 1. So compiled models score with gradients, which
-        # are not used; `detach` frees the activations of a microbatch before the next one.
+        # torch.compile uses a different graph for forward passes without gradients, which rounds
+        # differently: in bfloat16 the first ratio would not be 1. Compiled models therefore score
+        # with gradients enabled, although they are not used; `detach` frees the activations of a
+        # microbatch before the next one.
         with torch.set_grad_enabled(args.compile == "on"):
             result = function(experience[rows]).detach().float()
         # For empty `rows` the result has a row all the same, see Experience.__getitem__: drop it.
@@ -747,7 +768,8 @@ def logprobs_of_all(
 ) -> Tensor:
     """Log-probs [N, T] of all sampled tokens under `model`, by the function that the updates call.
 
-    Therefore the probability ratio is 1, up to rounding, until the first optimizer step.
+    Therefore the probability ratio is 1 until the actor's first optimizer step of the iteration, up
+    to rounding, since here the samples are in other microbatches.
     """
     logprobs = lambda mb: sampled_logprobs(model, mb, args.temperature)[0]
     return forward_all(logprobs, experience, args, world)
@@ -770,8 +792,8 @@ def make_experience(
 ) -> Experience:
     """All that the updates need, computed before the first of them and constant from then on."""
     actor, critic, reference, _ = models
-    # FORK: which tokens train. Make their mask [N, T] before anything is computed from it, and move
-    # rewards from tokens that are dropped to others:
+    # FORK: choice of the tokens to train on. Make their mask [N, T] before anything is computed
+    # from it, and move rewards from tokens that are dropped to tokens that remain:
     # batch = dataclasses.replace(batch, mask=mask, logprobs=batch.logprobs * mask, rewards=rewards)
     experience = Experience.from_rollout(batch, world.device)
     mask = experience.mask
@@ -799,8 +821,8 @@ def make_experience(
     no_eos = ~torch.isin(experience.tokens[rows, last], stop_ids)  # [N]
     rewards[rows, last] -= args.missing_eos_penalty * no_eos
     # FORK: reward shaping. Every rank does this for all samples, and all must get the same numbers.
-    # What changes the rewards before the next line is a part of `objective/reward` in the log, what
-    # changes them after it is not. Statistics of earlier rollouts belong into `state`.
+    # Changes of the rewards before the next line are part of `objective/reward` in the log; changes
+    # after it are not. Statistics of earlier rollouts belong in `state`.
     sample_rewards = rewards.sum(1)  # [N]
     if args.kl_in == "reward":
         # FORK: KL in the reward. Its coefficient may depend on state.iteration, or on the position
@@ -836,8 +858,8 @@ def make_experience(
     if args.rollout_is_cap:
         # Truncated importance weights. A positive factor of a token's advantage is a factor of its
         # loss. It comes after whitening, which would rescale the weights.
-        is_weights = (old_logprobs - experience.logprobs).exp().clamp(max=args.rollout_is_cap)
-        advantages = advantages * is_weights
+        weights = (old_logprobs - experience.logprobs).exp().clamp(max=args.rollout_is_cap)
+        advantages = advantages * weights
     return dataclasses.replace(
         experience, iteration=state.iteration, old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs, values=values, advantages=advantages, returns=returns,
@@ -850,11 +872,11 @@ def minibatches(
 ) -> Iterator[tuple[int, list[Experience]]]:
     """The minibatches of `epochs` passes over the experience, in a new random order in each pass.
 
-    Yields how many sampled tokens a minibatch has on all ranks, and this rank's microbatches of it.
-    Losses are divided by this number, which makes them means over tokens. For means over samples
-    set `loss_denom = args.train_batch_size` in both loops of `train`. Also divide four things by
-    the following before they are summed: `losses` in policy_loss and in value_loss, and in the
-    actor's loop the entropies and the KL.
+    Yields the number of sampled tokens that a minibatch has on all ranks, and this rank's
+    microbatches of it. Losses are divided by that number, which makes them means over tokens. To
+    get means over samples instead, set `loss_denom = args.train_batch_size` in both loops of
+    `train`, and divide four things by the following before they are summed: `losses` in policy_loss
+    and in value_loss, and the entropies and the KL in the actor's loop.
 
         mask.sum(1, keepdim=True).clamp(min=1)  # [B, 1] sampled tokens of each sample
     """
@@ -922,14 +944,15 @@ class Episode:
         self.prompt_length = len(self.ids)
         if not 1 <= self.prompt_length <= args.max_prompt_tokens:
             flag = f"--max-prompt-tokens {args.max_prompt_tokens}"
-            raise UserError(f"{flag}: {self.prompt_length} tokens, {self.where}")
+            raise UserError(f"{flag}: the prompt has {self.prompt_length} tokens, {self.where}")
         self.limit = self.prompt_length + args.max_new_tokens
 
     def take_answer(self, answer: tuple, tokenizer: HFTokenizer) -> None:
         """Take the rewards, and either the end of the episode or the text for another turn."""
         text, reward, terminated, truncated, self.info = answer
         self.rewards[-1] = float(reward)
-        if self.info.get("rewards"):  # dense ones: [(end, reward), ...], see section 8
+        # Dense rewards [(end, reward), ...] are for the characters response[:end], see section 8.
+        if self.info.get("rewards"):
             with attempt(f"use info['rewards'] of {self.where}"):
                 response = self.ids[self.response_start :]
                 for index, part in dense_rewards(self.info["rewards"], response, tokenizer):
@@ -982,8 +1005,9 @@ def decode_step(
     logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
     preference = logprobs
     if not greedy:
-        # The index of the largest p / exponential noise is distributed as p, as with Gumbel noise
-        # on the log-probs. torch.multinomial would make the host wait.
+        # If each probability is divided by independent exponential noise, the argmax is a sample
+        # of the distribution (as with Gumbel noise on the log-probs). torch.multinomial would make
+        # the host wait.
         noise = sampling_noise(slots.noise_keys, slots.length, logits.shape[1])
         preference = logprobs.exp() / noise
     token = preference.argmax(dim=-1, keepdim=True)  # [B, 1]
@@ -998,13 +1022,13 @@ compiled_decode_step = torch.compile(decode_step, dynamic=True)
 
 
 class Decoder:
-    """Makes K decode steps at a time; compiled on a GPU, as one CUDA graph.
+    """Runs K decode steps at a time: on a GPU with torch.compile, as one CUDA graph.
 
-    A decode step consists of hundreds of kernels, so small that the host needs longer to launch
-    them than the GPU to run them. A CUDA graph is a recording of such launches, which the host then
-    launches as one: the same kernels at the same addresses. Therefore weights, cache and
-    slots must be changed in place, and there is a graph for each number of cache positions that
-    attention reads, which grows in steps of 128. A decoder serves one rollout.
+    A decode step launches hundreds of kernels, which are so small that the host needs longer to
+    launch them than the GPU needs to run them. A CUDA graph is a recording of such launches that
+    the host replays with a single launch; it runs the same kernels on the same addresses. Therefore
+    weights, cache and slots must be modified in place, and there is a graph for each number of
+    cache positions that attention reads, which grows in steps of 128. A decoder serves one rollout.
     """
 
     def __init__(
@@ -1046,8 +1070,8 @@ def begin_turn(
     The newest token does not go into the cache: it is the input of the first decode step.
     """
     ids = padded([e.ids for e in playing.values()], 0)
-    numbers = torch.tensor([(row, len(e.ids), e.limit, e.cached) for row, e in playing.items()])
-    rows, length, limit, cached = numbers.to(slots.tokens.device).T  # [R] each
+    table = torch.tensor([(row, len(e.ids), e.limit, e.cached) for row, e in playing.items()])
+    rows, length, limit, cached = table.to(slots.tokens.device).T  # [R] each, in one upload
     slots.tokens[rows, : ids.shape[1]] = ids.to(rows.device)
     slots.length[rows] = length
     slots.limit[rows] = limit
@@ -1211,7 +1235,7 @@ class ModelConfig:
         if rope_type not in ("default", "llama3"):
             raise ValueError(f"rope type {rope_type!r}: must be default or llama3")
         if act != "silu" or raw.get("use_sliding_window"):
-            raise ValueError(f"hidden_act {act!r}: must be silu, without use_sliding_window")
+            raise ValueError(f"hidden_act {act!r}: must be silu; use_sliding_window must be off")
         heads = raw["num_attention_heads"]
         bias = raw.get("attention_bias", False)  # on q, k, v, o; Qwen2 always has it on q, k, v
         same_name = {f.name: raw[f.name] for f in dataclasses.fields(cls) if f.name in raw}
@@ -1247,7 +1271,7 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + D / 2) of x [..., H, D], as in HF, in fp32.
 
-    cos and sin are [..., 1, D]; the first half of sin is negative.
+    cos and sin are [..., 1, D]; the first half of sin is negated.
     """
     swapped = x.float().roll(x.shape[-1] // 2, dims=-1)  # second half, first half
     return (x.float() * cos + swapped * sin).to(x.dtype)
@@ -1257,11 +1281,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Packing:
     """Where the n real tokens of a microbatch [B, T] are, and which m of them were sampled.
 
-    In training the model computes real tokens alone: between attention layers, a tensor [n, ...]
-    holds one sample after the other, without padding. Attention is the one operation that relates
-    the tokens of a sample to each other, and the kernels for it that run everywhere take rows of
-    equal length; so queries, keys and values are put back into [B, T] for it, and its output is
-    packed again. An example of B = 2, T = 4; capitals were sampled, dots are padding:
+    In training the model computes only real tokens: outside attention, a tensor [n, ...] holds one
+    sample after another, without padding. Attention is the only operation that relates the tokens
+    of a sample to each other, and the attention kernels that run everywhere take rows of equal
+    length. Queries, keys and values are therefore unpacked to [B, T, ...] for it, and its output is
+    packed again. In this example B = 2 and T = 4; capitals were sampled, and dots are padding:
 
         tokens  [[a b C D]     packed  [a b C D a E]     place    [0 1 2 3 4 5]
                  [a E . .]]    index    0 1 2 3 4 5      position [0 1 2 3 0 1]
@@ -1333,8 +1357,8 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or Hkv, T, D]
         grouped = self.grouped
         if grouped and q.is_cuda and q.dtype == torch.float32:
-            # On a GPU only flash attention shares key heads, and it is not for float32. Other
-            # kernels would hold all scores [B, H, T, T].
+            # On a GPU only flash attention supports grouped heads, and it does not support float32.
+            # The kernel that would take over holds all scores [B, H, T, T].
             G, grouped = self.H // self.Hkv, False
             k, v = k.repeat_interleave(G, dim=1), v.repeat_interleave(G, dim=1)
         # Rows start at index 0, so causality alone hides the padding on the right.
@@ -1381,7 +1405,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Actor and reference (head="lm"), or critic (head="scalar"). Parameters are named as in HF."""
+    """Language model (head="lm"), critic or reward model ("scalar"). Parameter names are HF's."""
 
     def __init__(self, config: ModelConfig, head: Literal["lm", "scalar"] = "lm"):
         super().__init__()
@@ -1405,14 +1429,14 @@ class Transformer(nn.Module):
     def forward(
         self, tokens, positions=None, cache=None, prefill=False, packing=None, temperature=1.0
     ):
-        """Compute what the model says of `tokens` [B, T], in one of three ways.
+        """Run the model on `tokens` [B, T], in one of three ways.
 
-        Plain: logits [B, T, V] for the token after each, or with a scalar head the value [B, T] of
-        the state after each. Rows may be padded on the right.
+        Plain: returns logits [B, T, V] for the token after each token or, with a scalar head, the
+        value [B, T] of the state after each token. Rows may be padded on the right.
         In training, with a `packing`: see sampled_logprobs and sampled_values, which call this.
-        In the rollout, with a `cache`: logits for the token after each, where the tokens are at
-        `positions` [B, T] and attend to what is in the cache, too. With `prefill` there are no
-        logits; the tokens only go into the cache.
+        In the rollout, with a `cache`: returns logits for the token after each token. The tokens
+        are at `positions` [B, T] and also attend to what is in the cache. With `prefill`, the
+        tokens only go into the cache, and nothing is returned.
 
         All of it is one method because FSDP gathers the weights in hooks of `forward` alone.
         """
@@ -1450,16 +1474,17 @@ class Transformer(nn.Module):
         return packing.unpack_sampled(logprobs), packing.unpack_sampled(entropies)
 
     def values(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [...], in fp32, since bfloat16 is coarser than the value clip."""
+        """[..., hidden] -> [...], in fp32, since bfloat16 would round values too coarsely."""
         return self.score(x.float())[..., 0].clone()  # clone: see Packing.unpack_sampled
 
 
 class KVCache:
     """Keys and values of every layer, [rows, Hkv, S, D] each.
 
-    What is not to be kept, padding and the tokens of finished rows, is written to index `scratch`.
-    A forward may write to any position, but it reads the first `attend` positions alone, so that
-    the time of a decode step depends on how long the texts are and not on how long they may become.
+    Entries that must not be kept, that is, padding and the tokens of finished rows, are written to
+    position `scratch`. A forward pass may write to any position but reads only the first `attend`
+    positions, so that the time of a decode step depends on how long the texts are, not on how long
+    they may become.
     """
 
     def __init__(self, config: ModelConfig, rows, size, dtype=torch.float32, device="cpu"):
@@ -1600,7 +1625,7 @@ class HFTokenizer:
                 stop_ids.update(ids if isinstance(ids, list) else [ids])
         self.stop_ids = sorted(stop_ids - {None})
         if not self.stop_ids:
-            raise UserError(f"{folder}: no eos token in config.json or tokenizer_config.json")
+            raise UserError(f"{folder}: no eos token in any of its config files")
         self.eos_id = self.stop_ids[0] if self.hf.eos_token_id is None else self.hf.eos_token_id
         self.pad_id = self.eos_id if self.hf.pad_token_id is None else self.hf.pad_token_id
         self.vocab_size = max(*self.hf.get_vocab().values(), *self.stop_ids) + 1
@@ -1668,7 +1693,7 @@ def load_config(folder: str | Path) -> ModelConfig:
 
 
 def load_config_and_tokenizer(folder: str):
-    """Both of one folder. Raises UserError if the tokenizer has ids that the model has not."""
+    """Load both from a folder. Raises UserError if the tokenizer has ids that the model lacks."""
     config, tokenizer = load_config(folder), HFTokenizer(folder)
     if tokenizer.vocab_size > config.vocab_size:
         has = f"{folder}: a vocabulary of {config.vocab_size}"
@@ -1691,7 +1716,8 @@ def load_hf_checkpoint(path, dtype=torch.float32, device="cpu", head="lm"):
 def load_weights(model: Transformer, folder: str | Path, needs_head: bool = True) -> None:
     """Fill `model`, which may be sharded. The files may have another head in addition to its own.
 
-    If they lack its own, that is an error, unless needs_head=False: then it stays as it is.
+    If the files lack the model's head, an error is raised, unless needs_head=False: then the head
+    keeps its weights.
     """
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     heads = {"lm_head.weight", "score.weight"}
@@ -1750,25 +1776,25 @@ def save_hf_checkpoint(
 
 
 # === 8. Text environments ===
-# They are a gymnasium.Env whose observations and actions are text:
+# A text environment is a gymnasium.Env whose observations and actions are text:
 #
 #     reset(seed=...) -> (prompt, info)
 #     step(response) -> (text, reward, terminated, truncated, info)
 #
-# The same seed must always give the same prompt. Evaluations take the seeds from 0 on, training
-# takes consecutive seeds from a large number on that depends on --seed. `text` is the next prompt
-# if the episode goes on. info["demonstration"] of reset is an answer to learn in the warm start.
+# The same seed must always give the same prompt. Evaluations use the seeds from 0 on; training uses
+# consecutive seeds that start at a large number, which depends on --seed. If the episode goes on,
+# `text` is the next prompt. info["demonstration"] of reset is an answer to learn in the warm start.
 # info["success"] of the last step counts for accuracy. info["rewards"] of a step may hold dense
-# rewards, in addition to `reward`: [(end, reward), ...], where each is for response[:end].
-# FORK: for prompts of a file and one turn, write a reward function and pass it to Prompts-v0.
-# Otherwise write an environment like these and pass --env-id my_module:MyEnv-v0.
+# rewards in addition to `reward`: [(end, reward), ...], each for the characters response[:end].
+# FORK: if the prompts are in a file and episodes have one turn, write a reward function and pass it
+# to Prompts-v0. Otherwise write an environment like these and pass --env-id my_module:MyEnv-v0.
 
 
 class SortDigits(gym.Env):
-    """Prompt "52814=", answer "12458", reward the share of digits in place, 0 for another length.
+    """The answer to "52814=" is "12458". The reward is the share of digits in place.
 
-    Demonstrations are in random order: sorting is learned from the reward alone. A tenth of the
-    prompts, by CRC, are held out.
+    It is 0 for another length. Demonstrations show the digits in random order, so that sorting is
+    learned from the reward alone. A tenth of the prompts, chosen by CRC, is held out.
     """
 
     def __init__(self, split: Literal["train", "test"] = "train", digits: int = 5):
@@ -1797,9 +1823,9 @@ def parse_number(text: str) -> float | None:
 
 @functools.cache
 def load_rows(path: str, convert: Callable) -> list[dict]:
-    """The JSON objects of a file, one a line, in a random order that is always the same.
+    """The JSON objects of a file, one per line, in a random order that is always the same.
 
-    `convert` gives a row its "prompt", or raises if it cannot.
+    `convert` adds the "prompt" to a row, or raises an exception if it cannot.
     """
     rows = []
     for i, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
@@ -1814,12 +1840,13 @@ def load_rows(path: str, convert: Callable) -> list[dict]:
 
 
 class Prompts(gym.Env):
-    """Prompts from a file, and rewards from a function of yours, which `reward` names.
+    """Prompts from a file and, optionally, rewards from your own function, named by `reward`.
 
-    A row of the file is a line {"prompt": text}, or {"messages": [{"role": "user", "content":
-    text}]}. It may have a "demonstration", and other keys for the function. my_module:reward is
-    called as reward(prompt, response, row), on many threads at the same time. It returns a number,
-    which counts as success if it is above 0, or (number, success). Without it all rewards are 0.
+    Each line of the file is a row {"prompt": text}, or {"messages": [{"role": "user", "content":
+    text}]}. It may have a "demonstration", and other keys for the function. The function
+    my_module:reward is called as reward(prompt, response, row), from many threads at the same time.
+    It returns a number, which counts as success if it is above 0, or (number, success). Without a
+    function, all rewards are 0.
     """
 
     def __init__(self, path: str, reward: str | None = None):
@@ -1929,9 +1956,10 @@ class EnvCall:
 def dense_rewards(
     pairs: list[tuple[int, float]], ids: list[int], tokenizer: HFTokenizer
 ) -> Iterator[tuple[int, float]]:
-    """Rewards by token of a response, from (end, reward), which is for response[:end].
+    """Yield (token index, reward) for rewards (end, reward), each of which is for response[:end].
 
-    A reward goes to the token that completes response[:end]: the first whose decoded prefix does.
+    A reward goes to the token that completes response[:end], that is, the first token up to which
+    the decoded text starts with response[:end].
     """
     response = tokenizer.decode(ids)
     for end, reward in pairs:
@@ -2095,10 +2123,11 @@ def describe_values(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, 
     `returns` must be Monte Carlo returns. The returns that the critic learns contain the values
     themselves if --critic-lambda is below 1: to explain these says nothing about the critic.
 
-    gain is the variance of the advantages that a constant baseline would give, over that of the
-    advantages with the critic, both with a lambda of 1: how many times more samples a constant
-    would need. Below 1 the critic adds noise (https://arxiv.org/abs/2604.19485). A lambda below 1
-    lowers both variances by withholding the reward from early tokens, which says nothing, either.
+    gain is the variance of the advantages with a constant baseline, divided by their variance with
+    the critic, both with a lambda of 1. It says how many times more samples a constant baseline
+    would need. Below 1, the critic adds noise (https://arxiv.org/abs/2604.19485). A lambda below 1
+    lowers both variances by withholding the reward from early tokens, which says nothing about the
+    critic.
     """
     n = mask.cumsum(1)  # [N, T] at a sampled token: which of its sample it is, from 1
     first, last = mask & (n == 1), mask & (n == n[:, -1:])
@@ -2159,7 +2188,7 @@ class RatioProbe:
         self.weights = self.some_weights()
 
     def some_weights(self) -> Tensor:
-        """Some 16,384 elements of this rank's part of every weight, in one tensor."""
+        """Up to 16,384 elements of this rank's part of every weight, in one tensor."""
         weights = [local(p).detach() for p in self.actor.parameters()]
         return torch.cat([p.flatten()[:: 1 + p.numel() // 2**14] for p in weights])
 
@@ -2208,7 +2237,7 @@ class RatioProbe:
         }
 
     def change_of_logprobs(self, experience: Experience) -> dict:
-        """By one forward pass of an eighth of the samples."""
+        """How the updates changed the log-probs of the first eighth of the samples."""
         some = experience[torch.arange(max(1, len(experience) // 8))]
         newlogprobs = logprobs_of_all(self.actor, some, self.args, self.world)
         logratio = (newlogprobs - some.old_logprobs)[some.mask]  # [n]
@@ -2221,12 +2250,12 @@ class RatioProbe:
 
 
 def diagnose_ratio(signals: dict) -> Diagnosis:
-    """The cause that fits the signals (see RatioProbe): the first of these that does.
+    """The first of the causes below that fits the signals (see RatioProbe).
 
-    first_dev, last_dev and post_dev are max |ratio - 1| on the first minibatch, on the last, and of
-    the updated actor; first_kl is the approximate KL on the first minibatch, a mean over tokens.
-    In bfloat16 the maxima are mostly rounding: there signed_t, how far the log-probs moved in the
-    direction of the advantages, in standard errors, says whether the policy moved.
+    first_dev, last_dev and post_dev are max |ratio - 1| on the first minibatch, on the last one,
+    and with the updated actor; first_kl is the approximate KL on the first minibatch, a mean over
+    tokens. In bfloat16 the maxima are mostly rounding. There, signed_t says whether the policy
+    moved: it is how far the log-probs moved in the direction of the advantages, in standard errors.
     """
     s = types.SimpleNamespace(**{"first_kl": 0.0} | signals)
     rounded = {k: f"{x:.2g}" if isinstance(x, float) else x for k, x in signals.items()}
@@ -2246,44 +2275,44 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     if stuck and s.early_stop and s.steps < s.planned:
         return because("kl_early_stop", "raise --target-kl or lower --actor-lr")
     if s.tokens == 0:
-        return because("empty_mask", "look at --max-new-tokens, eos, mask")
+        return because("empty_mask", "no token was sampled: check --max-new-tokens, eos, mask")
     if s.steps == 0 or (stuck and s.skipped > 0):
-        return because("steps_skipped", "NaN in log-probs? large rewards? lower --actor-lr")
+        return because("steps_skipped", "NaN in log-probs? large rewards? If not, lower --actor-lr")
     if stuck and s.planned == s.steps == 1 and moved:
-        return because("one_update_by_design", "correct; more epochs make it move")
+        return because("one_update_by_design", "this is correct; with more epochs the ratio moves")
     if stuck and s.adv_raw_std < 1e-6:
-        return because("advantage_zero", "constant reward? no signal is left")
+        return because("advantage_zero", "all advantages are equal: is the reward constant?")
     if stuck and s.grad_norm == 0:
         return because("no_grad_to_actor", "detached log-probs or frozen parameters")
     if stuck and s.changed_frac == 0 and s.lr > 1e-10:
-        return because("optimizer_noop", "the optimizer holds other parameters")
+        return because("optimizer_noop", "the optimizer does not hold the actor's parameters")
     if stuck and s.steps > 1 and moved:
         return because("old_logprob_recomputed", "record them once, before the first update")
     if "bfloat16" in s.param_dtype and s.changed_frac < 0.5:  # few weights change
-        return because("bf16_underflow", "keep float32 weights")
+        return because("bf16_underflow", "updates are rounded away: keep the weights in float32")
     if stuck and s.update_norm < 1e-6 * s.param_norm:
         return because("lr_or_clip_too_small", "raise --actor-lr or --max-grad-norm")
     if stuck and s.changed_frac > 0 and s.post_dev <= (2e-6 if bf16 else noise):
-        return because("forward_ignores_update", "a stale copy runs")
+        return because("forward_ignores_update", "the forward pass runs a stale copy of the model")
     first_is_off = s.first_kl > 1e-3 if bf16 else s.first_dev > 1e-4
     if first_is_off or math.isnan(s.first_dev):
         return because(
             "forward_mismatch",
-            "the first ratio must be 1: dropout? shifted mask or positions? temperature? "
-            "the sampler's log-probs?",
+            "look for dropout, a shifted mask, shifted positions, another temperature, or the "
+            "sampler's log-probs used as old ones",
         )
     if s.sampler_diff > (0.05 if bf16 else 1e-3):
-        return because("sampler_mismatch", "stale weights? other numerics: --rollout-is-cap")
+        return because("sampler_mismatch", "stale weights? other numerics? see --rollout-is-cap")
     if s.out_of_clip > 0.9:
-        return because("too_tight_clip", "widen it or lower --actor-lr")
+        return because("too_tight_clip", "widen --clip-low and --clip-high, or lower --actor-lr")
     return because(None)
 
 
 def diagnose_critic(critic, experience, steps, state, args, world) -> Diagnosis:
-    """Whether the critic is worth having. After its updates, by a forward pass of some samples.
+    """Diagnose the critic after its updates, with a forward pass of some samples.
 
-    The state remembers what the next iteration compares with, and a cause is named only if it has
-    lasted for some iterations, see TrainState.remember.
+    The state remembers what the next iteration compares with. A cause is named only if each of the
+    last few iterations had one, see TrainState.remember.
     """
     N = len(experience)
     some = experience[torch.arange(min(N, max(8, N // 8)))]
@@ -2307,9 +2336,9 @@ def diagnose_critic(critic, experience, steps, state, args, world) -> Diagnosis:
 
 
 def diagnose_values(signals: dict) -> Diagnosis:
-    """The cause that fits the signals of a critic: the first of these that does.
+    """The first of the causes below that fits the signals of a critic.
 
-    Besides those of describe_values, which are from before the updates, the signals are
+    In addition to those of describe_values, which are from before the updates, the signals are
 
         explained_after     the explained variance after the updates, of samples they were made on
         change              by how much the updates changed the values, a mean over tokens
@@ -2318,7 +2347,7 @@ def diagnose_values(signals: dict) -> Diagnosis:
         distance_before     the same in the iteration before
         scale               the largest return_std of the run so far
         reward_std          the standard deviation of the samples' rewards, without KL
-        last_reward_weight  of a sample's last reward in the advantage of its first token, by lambda
+        last_reward_weight  the weight of a sample's last reward in the advantage of its first token
         steps               optimizer steps of the critic
     """
     s = types.SimpleNamespace(**signals)
@@ -2333,9 +2362,9 @@ def diagnose_values(signals: dict) -> Diagnosis:
     returns_vary = s.return_std > s.scale / 4
 
     if s.steps == 0:
-        return because("critic_not_trained", "see --critic-epochs; are values NaN?")
+        return because("critic_not_trained", "is --critic-epochs 0, or are values NaN?")
     if s.reward_std < 1e-6:
-        return because("reward_constant", "all samples earn the same: all right, or nothing is?")
+        return because("reward_constant", "all samples earn the same: are all right, or none?")
     if stays_far and s.change_over_clip > 0.8:
         return because("value_clip_binds", "large rewards: raise --value-clip, or set it to None")
     if is_far and s.change < s.distance / 20:
@@ -2351,8 +2380,8 @@ def diagnose_values(signals: dict) -> Diagnosis:
     if s.last_reward_weight < 0.01 and s.explained_variance < 0.2:
         return because(
             "lambda_hides_reward",
-            "early tokens learn nothing of a reward at the end: raise --gae-lambda, and "
-            "--critic-lambda, without which the critic cannot tell them either",
+            "early tokens learn nothing from a reward at the end: raise --gae-lambda, and also "
+            "--critic-lambda, without which the critic does not predict that reward early, either",
         )
     return because(None)
 
@@ -2443,7 +2472,7 @@ def plan_steps(args: Args, world_size: int = 1) -> Plan:
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples % args.train_batch_size:
         flag = f"--train-batch-size {args.train_batch_size}"
-        raise UserError(f"{flag}: must divide {samples} samples")
+        raise UserError(f"{flag}: must divide the {samples} samples of an iteration")
     if args.train_batch_size < world_size:
         print0(f"--train-batch-size {args.train_batch_size}: some of {world_size} ranks are idle")
     minibatches = samples // args.train_batch_size
@@ -2525,8 +2554,9 @@ def connect(args: Args) -> World:
             there_are = f"--device {args.device}: there are {count} GPUs"
             raise UserError(f"{there_are}, none for local rank {local_rank}")
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-            # Microbatches have many shapes. Without this their memory would be fragmented. Like
-            # this, since the environment variable must be there before torch is imported.
+            # Microbatches have many shapes, which would fragment the memory without this setting.
+            # It is made by a private function, since the environment variable must be set before
+            # torch is imported.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -2568,9 +2598,9 @@ def connect(args: Args) -> World:
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on `device`: through pinned memory, so that the host need not wait for the copy.
+    """Copy a CPU tensor to `device` through pinned memory, so that the host need not wait for it.
 
-    On the CPU it is the tensor itself, so that nobody must change the result in place.
+    If `device` is the CPU, the tensor itself is returned: the result must not be changed in place.
     """
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
@@ -2585,9 +2615,9 @@ class RewardModel:
     def score(self, conversations: list[Conversation], args: Args, world: World) -> Tensor:
         """[N] what the model says at the last token of each conversation.
 
-        Each is scored once, by one of the ranks, and all of them get all the scores. What is scored
-        is text: the model sees neither special tokens that the actor sampled, nor whether a
-        response was cut; --missing-eos-penalty is for those.
+        Each conversation is scored once, by one rank, and all ranks get all the scores. What the
+        model reads is text: it sees neither the special tokens that the actor sampled nor whether a
+        response was cut off; --missing-eos-penalty is for the latter.
         """
         ids = [self.tokenizer.encode_conversation(*turns) for turns in conversations]
         for row in ids:  # classifiers of transformers read the last token that is not padding
@@ -2608,10 +2638,11 @@ class RewardModel:
 def microbatches(
     rows: Tensor, lengths: Tensor, token_budget: int, world: World
 ) -> list[Tensor]:
-    """This rank's microbatches of the samples `rows` [n], on the CPU; as many on every rank.
+    """This rank's microbatches of the samples `rows` [n], as indices on the CPU.
 
-    Longest first, so that attention pads little. A microbatch has up to `token_budget` tokens, and
-    twice that with padding, or it is one longer sample.
+    All ranks have equally many. The longest samples come first, so that attention pads little. A
+    microbatch has at most `token_budget` tokens, and twice as many with padding, unless it is a
+    single sample that is longer.
     """
     lengths = lengths.tolist()
     order = sorted(rows.tolist(), key=lengths.__getitem__, reverse=True)
@@ -2788,10 +2819,10 @@ def build_models(args: Args, env: gym.Env, world: World):
             reads = f"--critic-model {args.critic_model}: a critic reads the actor's tokens"
             raise UserError(f"{reads}, but its tokenizer has another vocabulary")
     if args.critic_lr is None:
-        # A step of Adam moves each weight of the head by the learning rate, and so the values by
-        # the rate times the width. The head begins with zeros and has to reach the level of the
-        # returns, which takes equally long for all widths if the rate falls with the width, as in
-        # maximal update parametrization (https://arxiv.org/abs/2203.03466).
+        # A step of Adam moves each weight of the head by about the learning rate, and so the values
+        # by about the rate times the width. The head starts at zero and has to reach the level of
+        # the returns. This takes equally long at all widths if the rate is inversely proportional
+        # to the width, as in maximal update parametrization (https://arxiv.org/abs/2203.03466).
         args.critic_lr = 0.064 / critic_config.hidden_size
     longest = args.max_prompt_tokens + args.max_new_tokens
     for folder, model_config in ((args.model, config), (args.critic_model, critic_config)):
@@ -2837,17 +2868,17 @@ def build_reward_model(args: Args, world: World) -> RewardModel | None:
 
 
 def make_optimizer(model: Transformer, args: Args) -> torch.optim.AdamW:
-    """AdamW for the parameters that train. It allocates its moments at the first step.
+    """AdamW for the trainable parameters. It allocates its moments at the first step.
 
     FORK: another model that trains, such as a second critic. Build it in build_models, and in train
-    give it an optimizer and an entry in `checkpointed`, so that it is saved and resumed. What goes
-    wrong silently:
-    - Critics with the same start and the same minibatches stay equal. Give each its own order, by
+    give it an optimizer and an entry in `checkpointed`, so that it is saved and resumed. Nothing
+    warns of the following mistakes:
+    - Critics with the same start and the same minibatches remain equal. Give each its own order, by
       minibatches(..., dataclasses.replace(args, seed=...), world), and more than one minibatch in
-      an epoch, since the order of a single one makes no difference.
-    - The value loss clips around old values. If `values` is the critics' mean, each of them, the
-      first one too, needs its own: keep them in experience.extras.
-    - Each needs a counter of its steps in TrainState, for its learning rate, and a place in
+      an epoch, since the order of the samples within one makes no difference.
+    - The value loss clips around old values. If `values` is the mean of several critics, each of
+      them, including the first, needs its own old values: keep them in experience.extras.
+    - Each model needs a counter of its steps in TrainState, for its learning rate, and a place in
       end_iteration, which ends a run whose gradients are not finite.
     - In make_experience `values_after`, for --bootstrap-truncated, is that of one critic.
     """
@@ -2901,7 +2932,7 @@ def warm_start(
         step = stats.read(grad_norm)
         lr = linear_schedule(args.sft_lr, 0.0, i, args.sft_steps)
         optimizer_step(optimizer, lr, step["grad_norm"])
-    print0(f"warm start: {args.sft_steps} steps, loss {step['loss']:.3f} a token")
+    print0(f"warm start: {args.sft_steps} steps, loss {step['loss']:.3f} per token")
 
 
 # === 12. Run folder, saving, resuming ===
@@ -2911,10 +2942,10 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of DCP in 
 
 @dataclass
 class TrainState:
-    """What one iteration leaves to the next, besides weights and moments.
+    """What one iteration passes on to the next, besides weights and moments.
 
-    Saved as JSON: fields are numbers, strings, lists of these, or dicts whose keys are strings.
-    FORK: a field of your own, with a default, is saved and resumed with the others.
+    It is saved as JSON: fields must be numbers, strings, lists of these, or dicts whose keys are
+    strings. FORK: a field of your own, with a default, is saved and resumed with the others.
     """
 
     iteration: int = 0  # iterations done
@@ -2947,9 +2978,9 @@ class TrainState:
     def remember(self, diagnosis: Diagnosis) -> Diagnosis:
         """Keep what the critic's next diagnosis compares with.
 
-        Returns the diagnosis, without its cause unless there was one in each of the last LASTING
-        iterations. It need not have been the same: samples are few, and a critic that does not
-        learn may look far from the returns in one iteration and constant in the next.
+        Returns the diagnosis, but without its cause if any of the last LASTING iterations had none.
+        The causes need not be the same: samples are few, and a critic that does not learn may look
+        far from the returns in one iteration and constant in the next.
         """
         self.value_distance = diagnosis.signals["distance"]
         self.return_scale = diagnosis.signals["scale"]
@@ -2969,9 +3000,10 @@ class TrainState:
 
 
 class RunFolder:
-    """<log_dir>/<run_name>/: TensorBoard, *.jsonl, *.json, checkpoints/, and model/ and critic/.
+    """The folder <log_dir>/<run_name>/, with TensorBoard's files, *.jsonl, *.json, and subfolders.
 
-    In its `with` block SIGTERM and Ctrl-C are caught: they end the run after the iteration.
+    These are checkpoints/ and, at the end, model/ and critic/. In the `with` block of a RunFolder,
+    SIGTERM and Ctrl-C are caught and end the run after the current iteration.
     """
 
     def __init__(self, args: Args, state: TrainState, world: World):
@@ -3091,7 +3123,7 @@ def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:
 def save_checkpoint(
     run: RunFolder, checkpointed: dict, state: TrainState, args: Args, world: World
 ) -> None:
-    """Write checkpoints/iter_<iterations>: appears when complete, can be resumed on any ranks."""
+    """Write checkpoints/iter_<iterations>, which appears once complete. Any ranks can resume it."""
     path = run.path / "checkpoints" / f"iter_{state.iteration:06d}"
     partial = path.with_name("partial")
     try:
@@ -3134,7 +3166,7 @@ def checkpoints_to_resume(args: Args) -> list[Path]:
 
 
 def resume(args: Args, checkpointed: dict) -> TrainState:
-    """Read the newest checkpoint into models and optimizers. Raises UserError."""
+    """Load the newest checkpoint, if there is one. Raises UserError if it cannot be read."""
     found = checkpoints_to_resume(args)
     if not found:
         return TrainState(next_seed=first_prompt(args))
@@ -3145,7 +3177,7 @@ def resume(args: Args, checkpointed: dict) -> TrainState:
     except Exception as error:
         advice = ""
         if len(found) > 1:
-            advice = f"; the one before is {found[1]}, if this one is damaged remove it"
+            advice = f"; the one before is {found[1]}: if this one is damaged, remove it"
         raise UserError(f"{found[0]} cannot be read: {error!s:.500}{advice}") from error
     if unknown := saved.keys() - vars(TrainState()).keys():
         has = f"{found[0]}: another version of the script saved it, whose TrainState has"
@@ -3156,7 +3188,7 @@ def resume(args: Args, checkpointed: dict) -> TrainState:
 
 
 def load_checkpoint(path: Path, checkpointed: dict, args: Args) -> dict:
-    """Fill the models and optimizers in `checkpointed`, and print which flags were others.
+    """Fill the models and optimizers in `checkpointed`, and print which flags differ.
 
     Returns the fields of the TrainState.
     """
@@ -3167,7 +3199,7 @@ def load_checkpoint(path: Path, checkpointed: dict, args: Args) -> dict:
             print0(f"  --{name.replace('_', '-')} {value}, in the checkpoint {before}")
     for name, size in content["files"].items():  # DCP silently ignores a missing file
         if (path / name).stat().st_size != size:
-            raise ValueError(f"{name} has not the size it was saved with")
+            raise ValueError(f"{name} does not have the size with which it was saved")
     for name, (model, optimizer) in checkpointed.items():
         kinds = {folder.name for folder in (path / name).glob("*")} - {"weights"}
         groups = optimizer.param_groups if optimizer else ()

@@ -5,6 +5,7 @@
     python benchmarks/preferences.py reward-model DIR 300  # learns from the first 300 pairs: runs/preferences/rm_300
     python benchmarks/preferences.py ppo DIR 300 0.05 1    # pairs, weight of the KL, seed; goes on where it was
     python benchmarks/preferences.py plot                  # draws preferences.png, prints tables
+    python benchmarks/preferences.py look DIR              # do the trained models still answer the question?
 
 The true reward is the sentiment of an answer, -1 to 1, by VADER's lexicon and rules, which stands in for the people who
 compare answers (as a larger reward model does in Gao et al. 2022, https://arxiv.org/abs/2210.10760). Training sees it
@@ -14,6 +15,7 @@ is to get the higher score (Ziegler et al. 2019, https://arxiv.org/abs/1909.0859
 
 import functools
 import json
+import re
 import statistics
 import sys
 import unittest.mock
@@ -182,6 +184,29 @@ def plot() -> None:
                              f"{sentiment(answer['response']):.2f}"])  # fmt: skip
 
 
+def is_on_topic(prompt: str, answer: str) -> bool:
+    """Whether the answer has the last word of the prompt, in singular or plural."""
+    word = re.findall(r"[a-z]+", prompt.lower())[-1]
+    stem = word if len(word) < 5 else word[:-2]
+    return re.search(rf"\b{stem}", answer.lower()) is not None
+
+
+def look(folder: str) -> None:
+    """One answer to every prompt, by the checkpoint and by each trained model, with the same noise."""
+    common.table(["model", "prompts", "mention the topic", "true reward", "different first four words"])
+    for model_folder in [Path(folder), *sorted(FOLDER.glob("*/model"))]:
+        model, _ = ppo_llm.load_hf_checkpoint(model_folder)
+        tokenizer, questions = ppo_llm.HFTokenizer(model_folder), prompts("train") + prompts("test")
+        args = ppo_llm.Args(max_prompt_tokens=64, max_new_tokens=TOKENS, rollout_slots=64, compile="off")
+        envs, rows = [common.Prompts(questions) for _ in range(64)], range(len(questions))
+        batch = ppo_llm.rollout(model, tokenizer, envs, rows, rows, args, -1)
+        on_topic = statistics.mean(map(is_on_topic, batch.prompts, batch.texts))
+        beginnings = {tuple(text.split()[:4]) for text in batch.texts}
+        name = model_folder.parent.name if model_folder.name == "model" else "before"
+        common.line([name, len(rows), f"{on_topic:.0%}", f"{statistics.mean(map(sentiment, batch.texts)):.2f}",
+                     f"{len(beginnings) / len(rows):.0%}"])  # fmt: skip
+
+
 def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -192,6 +217,8 @@ def main():
         make_reward_model(rest[0], int(rest[1]))
     elif what == "ppo":
         ppo(rest[0], int(rest[1]), float(rest[2]), int(rest[3]))
+    elif what == "look":
+        look(*rest)
     else:
         plot()
 
