@@ -1262,9 +1262,9 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    rotations = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    smooth = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / scaling["factor"] + smooth * frequencies
 
 
@@ -1755,7 +1755,7 @@ def save_hf_checkpoint(
     """
     weights = {}
     for name, p in model.named_parameters():
-        whole = full(p.detach())  # a collective call
+        whole = full_tensor(p.detach())  # a collective call
         if RANK == 0:
             weights[name] = whole.cpu().contiguous()
     if RANK > 0:
@@ -2046,7 +2046,7 @@ class StepStats:
         if self.maxima:
             maxima = torch.stack([*self.maxima.values()])
             numbers = torch.cat((numbers, self.world.all_reduce(maxima, dist.ReduceOp.MAX)))
-        *numbers, norm = torch.cat((numbers, full(grad_norm)[None])).tolist()
+        *numbers, norm = torch.cat((numbers, full_tensor(grad_norm)[None])).tolist()
         step = dict(zip([*self.sums, *self.maxima], numbers))
         skipped = not math.isfinite(norm)  # by optimizer_step
         return step | {"tokens": self.n_tokens, "grad_norm": norm, "skipped": skipped}
@@ -2189,7 +2189,7 @@ class RatioProbe:
 
     def some_weights(self) -> Tensor:
         """Up to 16,384 elements of this rank's part of every weight, in one tensor."""
-        weights = [local(p).detach() for p in self.actor.parameters()]
+        weights = [local_tensor(p).detach() for p in self.actor.parameters()]
         return torch.cat([p.flatten()[:: 1 + p.numel() // 2**14] for p in weights])
 
     def diagnose(
@@ -2649,16 +2649,16 @@ def microbatches(
     parts = []
     tokens, area, longest = 0, 0, 0  # of the newest microbatch, on the rank that has most
     for start in range(0, len(order), world.size):
-        turn = order[start : start + world.size]  # a sample for each rank
-        is_full = tokens + lengths[turn[0]] > token_budget or area + longest > 2 * token_budget
+        group = order[start : start + world.size]  # a sample for each rank
+        is_full = tokens + lengths[group[0]] > token_budget or area + longest > 2 * token_budget
         if not parts or is_full:
             parts.append([])
-            tokens, area, longest = 0, 0, lengths[turn[0]]
-        tokens += lengths[turn[0]]
+            tokens, area, longest = 0, 0, lengths[group[0]]
+        tokens += lengths[group[0]]
         area += longest
         if start // world.size % 2:
-            turn.reverse()  # 0 1 2 2 1 0 0 1 ... keeps the ranks in balance
-        parts[-1] += turn[world.rank : world.rank + 1]
+            group.reverse()  # 0 1 2 2 1 0 0 1 ... keeps the ranks in balance
+        parts[-1] += group[world.rank : world.rank + 1]
     return [torch.tensor(part, dtype=torch.int64) for part in parts]
 
 
@@ -2742,12 +2742,12 @@ def materialize(model: Transformer, device: torch.device | str) -> Transformer:
     return model
 
 
-def full(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """The whole of a tensor. If it is sharded this is a collective call."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def local(x: Tensor) -> Tensor:
+def local_tensor(x: Tensor) -> Tensor:
     """This rank's part of a tensor, which may be sharded."""
     return x.to_local() if isinstance(x, DTensor) else x
 
@@ -2762,7 +2762,7 @@ def copy_weights(source: Transformer, target: Transformer, skip=()) -> None:
     for name, p in targets.items():
         if name in skip:
             continue
-        whole = full(sources[name].to(p.dtype))
+        whole = full_tensor(sources[name].to(p.dtype))
         if isinstance(p, DTensor):
             whole = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
         p.copy_(whole)

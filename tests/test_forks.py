@@ -249,7 +249,7 @@ class Counted(environments.TwoTurns):
 
 def build(*args):
     tokenizer, models = build_models(*args)
-    elements = sum(ppo_llm.local(p).numel() for p in models[3].model.layers.parameters() if p.ndim == 2)
+    elements = sum(ppo_llm.local_tensor(p).numel() for p in models[3].model.layers.parameters() if p.ndim == 2)
     os.write(1, f"sampler of {elements} elements\\n".encode())
     return tokenizer, models
 
