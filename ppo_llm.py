@@ -20,10 +20,10 @@ reference: 6. transformer, 7. tokenizer and Hugging Face checkpoints, 8. text en
 Terminology. The actor is the policy that is trained. The sampler is an unsharded copy of the actor,
 one on every rank, which generates text. The old policy is the actor as it was before the updates of
 an iteration; it exists only as `old_logprobs` (with --no-recompute-old-logprobs the sampler's). A
-sample is one episode: a prompt, a response, and perhaps more turns. A stop token is one by which
-the model ends a response, such as <eos>. An iteration is a rollout and the updates on it; a
-minibatch is the data of one optimizer step, and a microbatch (`mb`) is the data of one forward and
-backward pass.
+sample is one episode: a prompt and a response, perhaps followed by more turns, each of them a text
+of the environment and another response. A stop token is one by which the model ends a response,
+such as <eos>. An iteration is a rollout and the updates on it; a minibatch is the data of one
+optimizer step, and a microbatch (`mb`) is the data of one forward and backward pass.
 
 Layout. Tensors of experience are [B, T] or [N, T]: a row is a sample that starts at index 0 and is
 padded on the right. What belongs to a token is stored at the index of that token:
@@ -209,8 +209,8 @@ class Args:
     # Initial learning rate of the critic. Default: 0.064 divided by the critic's hidden_size, which
     # is 1e-3 without --model, 1.1e-4 for SmolLM2-135M and 1.8e-5 for Qwen2.5-7B.
     critic_lr: PositiveOrZero | None = None
-    # Adam's beta1, the decay rate of its momentum. Default: 0.5, with which the tiny model learns
-    # from dense rewards, too, or the usual 0.9 with --model.
+    # Adam's beta1, the decay rate of its momentum. Default: 0.5, with which the tiny model also
+    # learns where single tokens are rewarded, or the usual 0.9 with --model.
     adam_beta1: Fraction | None = None
     # The learning rates decay linearly to this fraction of their first value, which they reach
     # after the last step.
@@ -230,8 +230,9 @@ class Args:
     # interpolate: with 0.95, which is customary for short answers, a reward 100 tokens later has a
     # weight of 0.6 %.
     gae_lambda: Fraction = 1.0
-    # Lambda of the returns that the critic learns to predict. With 1, they are sums of rewards;
-    # below 1, they also contain the critic's own values.
+    # Lambda of the returns that the critic learns to predict. With 1, they are discounted sums of
+    # rewards, including the KL penalty if --kl-in is reward; below 1, they also contain the
+    # critic's own values.
     critic_lambda: Fraction = 1.0
     # The probability ratio of new and old policy is clipped from below at 1 - clip_low.
     clip_low: Annotated[float, Range(1e-9, 1)] = 0.2
@@ -252,8 +253,8 @@ class Args:
     target_kl: Positive | None = None
     # Compute the old log-probs with a forward pass of the actor after the rollout. If this is off,
     # the log-probs recorded by the sampler are used, which saves that pass, but the ratio then
-    # differs from 1 at the start by as much as sampler and trainer differ. If they differ too much
-    # in the first updates, the run ends with an error.
+    # differs from 1 at the start by as much as sampler and trainer differ. If the approximate KL of
+    # the run's first minibatch is above 1e-3, the run ends with an error.
     recompute_old_logprobs: bool = True
     # Weight the policy loss of each token by its importance ratio pi_old / pi_sampler, truncated at
     # this value, to correct for differences between trainer and sampler; 2 is customary. With None
@@ -265,7 +266,7 @@ class Args:
     # Whether the KL penalty is subtracted from the rewards or added to the actor's loss.
     kl_in: Literal["reward", "loss"] = "reward"
     # Estimator of the KL (http://joschu.net/blog/kl-approx.html). Default: k1 in the reward, k3 in
-    # the loss.
+    # the loss, where k1 is refused: its gradient is 0 on average.
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     # Number of iterations between updates of the reference, which move it towards the actor and so
     # let the actor drift further. With 0 the reference never changes.
@@ -331,7 +332,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Estimates of KL(pi || pi_ref) from single tokens that pi sampled.
+    """Estimates of KL(pi || pi_ref) from single tokens that pi, or nearly pi, sampled.
 
     See http://joschu.net/blog/kl-approx.html: k1 and k3 are unbiased, k2 and k3 never negative.
     """
@@ -499,7 +500,7 @@ def train(args: Args) -> dict:
                     v_loss.backward()
                     stats.add_loss_terms(value_loss=v_loss)
                 grad_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
-                step_stats = stats.read(grad_norm)  # all of them as floats, summed over the ranks
+                step_stats = stats.read(grad_norm)  # as floats, over the microbatches of all ranks
                 lr = linear_schedule(args.critic_lr, args.lr_end, state.critic_steps,
                                      plan.critic_steps_total)  # fmt: skip
                 optimizer_step(critic_optimizer, lr, step_stats["grad_norm"])
@@ -511,7 +512,7 @@ def train(args: Args) -> dict:
             epochs = args.ppo_epochs if state.iteration >= args.critic_warmup_iterations else 0
             actor_stats = []  # of each optimizer step
             early_stop_kl = None  # the approximate KL at which --target-kl ended the epochs
-            # Keeps some of the actor's weights, so that the diagnosis sees how far they have moved.
+            # Copies some of the actor's weights, so that the diagnosis sees how far they move.
             probe = RatioProbe(actor, plan, args, world)
             for n_tokens, minibatch in minibatches(experience, epochs, args, world):
                 loss_denom = n_tokens  # FORK: loss normalization, see `minibatches`.
@@ -526,7 +527,8 @@ def train(args: Args) -> dict:
                     entropy = entropies.sum() / loss_denom
                     loss = pg_loss - args.entropy_coef * entropy
                     if args.kl_in == "loss" and reference is not None:
-                        # FORK: KL in the loss. Multiply it by coefficients [B, T] before the sum.
+                        # FORK: KL in the loss. Coefficients [B, T] belong before the sum, for
+                        # example as a function of the position mb.mask.cumsum(1).
                         kl_loss = kl_estimate(newlogprobs, mb.ref_logprobs,
                                               args.kl_estimator).sum() / loss_denom  # fmt: skip
                         loss = loss + args.kl_coef * kl_loss
@@ -558,7 +560,8 @@ def train(args: Args) -> dict:
             clock.end("diagnose")
             run.log(batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis,
                     clock)  # fmt: skip
-            diagnosis.refuse_broken_ratio()  # ends a run whose very first ratio was not 1
+            # Ends the run if its first minibatch of all had an approximate KL above 1e-3.
+            diagnosis.refuse_broken_ratio()
             state.end_iteration(args, actor_stats, critic_stats)
             if interrupt or state.is_due_for_saving(args):
                 save_checkpoint(run, checkpointed, state, args, world)
@@ -599,7 +602,7 @@ def sync_reference(reference: Transformer, actor: Transformer, alpha: float) -> 
 # that the updates learn from, and splits the Experience into minibatches and microbatches.
 
 
-Conversation = list[tuple[str, str]]  # (role, text) of each turn, the prompt first
+Conversation = list[tuple[str, str]]  # (role, text) of each message, the prompt first
 
 
 @dataclass
@@ -609,7 +612,7 @@ class Rollout:
     tokens: Tensor  # [N, T] prompt, response, text of the environment, padding
     mask: Tensor  # [N, T] bool: sampled by the actor
     logprobs: Tensor  # [N, T] log-probs of the sampler, 0 outside the mask
-    rewards: Tensor  # [N, T] a turn's reward on its last token, dense rewards where earned
+    rewards: Tensor  # [N, T] a response's reward on its last token, dense rewards where earned
     lengths: Tensor  # [N] tokens without padding
     # How each sample ended. "eos": the environment terminated it, after a stop token. "length": the
     # token limit cut its last response, or left no room for another turn. "env": the environment
@@ -753,9 +756,9 @@ def forward_all(function: Callable, experience: Experience, args: Args, world: W
     shares = microbatches(everything, experience.lengths, args.micro_batch_tokens, world)
     for rows in progress(shares, "scoring, microbatches"):
         # torch.compile uses a different graph for forward passes without gradients, which rounds
-        # differently: in bfloat16 the first ratio would not be 1. Compiled models therefore score
-        # with gradients enabled, although they are not used; `detach` frees the activations of a
-        # microbatch before the next one.
+        # differently: in bfloat16 the first ratio would be visibly off 1. Compiled models therefore
+        # score with gradients enabled, although they are not used; `detach` frees the activations
+        # of a microbatch before the next one.
         with torch.set_grad_enabled(args.compile == "on"):
             result = function(experience[rows]).detach().float()
         # For empty `rows` the result has a row all the same, see Experience.__getitem__: drop it.
@@ -768,8 +771,8 @@ def logprobs_of_all(
 ) -> Tensor:
     """Log-probs [N, T] of all sampled tokens under `model`, by the function that the updates call.
 
-    Therefore the probability ratio is 1 until the actor's first optimizer step of the iteration, up
-    to rounding, since here the samples are in other microbatches.
+    With these as old log-probs, the ratio is therefore 1 until the actor's first optimizer step of
+    the iteration. Small rounding errors remain, because the microbatches are other ones here.
     """
     logprobs = lambda mb: sampled_logprobs(model, mb, args.temperature)[0]
     return forward_all(logprobs, experience, args, world)
@@ -802,14 +805,15 @@ def make_experience(
     if args.recompute_old_logprobs:
         old_logprobs = logprobs_of_all(actor, experience, args, world)
     else:
-        old_logprobs = experience.logprobs  # the sampler's
+        # The sampler's. Its difference from the trainer is then in the ratio, and in the KL.
+        old_logprobs = experience.logprobs
     ref_logprobs = old_logprobs  # without a reference the KL is 0
     if reference is not None:
         ref_logprobs = logprobs_of_all(reference, experience, args, world)
 
     # --- Rewards [N, T]. The reward of a token is the sum of
-    #     batch.rewards: its dense rewards, the turn's reward if it is the last token of a turn, and
-    #         the reward model's score if it is the last token of the sample,
+    #     batch.rewards: its dense rewards, the environment's reward if it is the last token of a
+    #         response, and the reward model's score if it is the last token of the sample,
     #     - missing_eos_penalty, if it is the last token of the sample and not a stop token,
     #     - kl_coef * its KL to the reference, for every sampled token (with --kl-in reward)
     rewards = batch.rewards.to(world.device, copy=True)
@@ -826,7 +830,7 @@ def make_experience(
     sample_rewards = rewards.sum(1)  # [N]
     if args.kl_in == "reward":
         # FORK: KL in the reward. Its coefficient may depend on state.iteration, or on the position
-        # in the response: mask.cumsum(1) counts the sampled tokens of each row, from 1.
+        # in the sample: mask.cumsum(1) counts its sampled tokens from 1, through all responses.
         kls = kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
         rewards = rewards - args.kl_coef * kls
     if not rewards.isfinite().all():
@@ -951,11 +955,11 @@ class Episode:
         """Take the rewards, and either the end of the episode or the text for another turn."""
         text, reward, terminated, truncated, self.info = answer
         self.rewards[-1] = float(reward)
-        # Dense rewards [(end, reward), ...] are for the characters response[:end], see section 8.
+        # Each dense reward (end, reward) goes to the token that completes the text response[:end].
         if self.info.get("rewards"):
             with attempt(f"use info['rewards'] of {self.where}"):
-                response = self.ids[self.response_start :]
-                for index, part in dense_rewards(self.info["rewards"], response, tokenizer):
+                ids = self.ids[self.response_start :]
+                for index, part in dense_rewards(self.info["rewards"], ids, tokenizer):
                     self.rewards[self.response_start + index] += part
         self.success = bool(self.info.get("success", sum(self.rewards) > 0))
         if self.ids[-1] not in tokenizer.stop_ids:  # cut, even if the environment says terminated
