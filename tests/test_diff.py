@@ -31,6 +31,14 @@ def test_section_is_the_same_in_both_scripts(title):
     assert FIRST[title] == SECOND.get(title)
 
 
+@pytest.mark.parametrize("name", ["Slots", "decode_step", "Decoder", "play", "to_rollout", "padded"])
+def test_what_decodes_is_the_same_in_both_scripts(name):
+    """So tests of it may run on the first alone."""
+    definitions = [next(node for node in tree.body if getattr(node, "name", "") == name) for tree in TREES.values()]
+    first, second = (ast.get_source_segment(TEXTS[file], node) for file, node in zip(NAMES, definitions, strict=True))
+    assert first == second
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_begins_with_imports_but_none_of_ours_and_ends_with_main(name):
     head = ast.parse(sections(name)["head"]).body

@@ -87,6 +87,7 @@ def test_blocks_forward_and_backward(ppo, tmp_path):
         assert (x - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
+@pytest.mark.shared
 def test_decode_steps(ppo, tmp_path):
     (tokens, logprobs), seen = deviceless(tmp_path, "decode", ppo.__name__, "cuda")
     same_tokens, same_logprobs = decode(ppo.__name__, "cpu")
