@@ -560,7 +560,7 @@ def train(args: Args) -> dict:
             clock.end("diagnose")
             run.log(batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis,
                     clock)  # fmt: skip
-            # Ends the run if its first minibatch of all had an approximate KL above 1e-3.
+            # Ends the run if the approximate KL of its very first minibatch was above 1e-3.
             diagnosis.refuse_broken_ratio()
             state.end_iteration(args, actor_stats, critic_stats)
             if interrupt or state.is_due_for_saving(args):
@@ -3127,7 +3127,10 @@ def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:
 def save_checkpoint(
     run: RunFolder, checkpointed: dict, state: TrainState, args: Args, world: World
 ) -> None:
-    """Write checkpoints/iter_<iterations>, which appears once complete. Any ranks can resume it."""
+    """Write checkpoints/iter_<iterations>, which appears once complete.
+
+    A run of any number of ranks can resume it.
+    """
     path = run.path / "checkpoints" / f"iter_{state.iteration:06d}"
     partial = path.with_name("partial")
     try:

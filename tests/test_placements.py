@@ -210,7 +210,7 @@ def test_an_error_of_a_rollout_rank_ends_all(ahead, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flag", "rank"), [("critic_ranks", 1), ("rollout_ranks", 1)])
+@pytest.mark.parametrize(("flag", "rank"), [("critic_ranks", 1), ("rollout_ranks", 0), ("rollout_ranks", 1)])
 def test_torchrun_restarts_a_job_whose_rank_was_killed(patched, flag, rank, tmp_path):
     """The metrics are, to the last bit, those of a job that nobody kills."""
     script, flags = patched(flag).__file__, {flag: 1, "num_iterations": 8, "save_every": 2, "kl_coef": 0.1}
