@@ -155,18 +155,22 @@ def ppo(folder: str, count: int, kl_coef: float, seed: int) -> None:
 
 
 def plot() -> None:
-    runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    runs = sorted((json.loads(line) for line in RESULTS.read_text().splitlines()),
+                  key=lambda run: [run[name] for name in ("pairs", "kl_coef", "seed")])  # fmt: skip
+    colors = {}
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     common.table(["pairs", "KL weight", "seed", "KL, nats", "learned reward: first, last",
                   "true reward: first, best, last", "explained variance, second half"])  # fmt: skip
-    for i, run in enumerate(runs):
+    for run in runs:
         rows = run["rows"]
         parts = [rows[k : k + MEAN_OF] for k in range(0, len(rows), MEAN_OF)]
         kl, true, learned = ([statistics.mean(row[f"objective/{name}"] for row in part) for part in parts]
                              for name in ("kl", "true_reward", "reward_model"))  # fmt: skip
-        label = f"{run['pairs']} pairs, KL {run['kl_coef']:g}, seed {run['seed']}"
-        axes[0].plot(kl, learned, "o-", color=f"C{i}", markersize=3, label=label)
-        axes[1].plot(kl, true, "o-", color=f"C{i}", markersize=3)
+        setting = f"{run['pairs']:,} pairs, KL weight {run['kl_coef']:g}"
+        label = None if setting in colors else setting  # seeds share a color and a line of the legend
+        color = colors.setdefault(setting, f"C{len(colors)}")
+        axes[0].plot(kl, learned, "o-", color=color, markersize=3, label=label)
+        axes[1].plot(kl, true, "o-", color=color, markersize=3)
         explained = statistics.mean(row["critic/explained_variance"] for row in rows[len(rows) // 2 :])
         common.line([run["pairs"], run["kl_coef"], run["seed"], f"{kl[-1]:.1f}", f"{learned[0]:.2f}, {learned[-1]:.2f}",
                      f"{true[0]:.2f}, {max(true):.2f}, {true[-1]:.2f}", f"{explained:.2f}"])  # fmt: skip
