@@ -13,6 +13,7 @@ only through the comparisons: the reward model learns by Bradley and Terry's mod
 is to get the higher score (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, section 2.1).
 """
 
+import collections
 import functools
 import json
 import re
@@ -160,7 +161,7 @@ def plot() -> None:
     colors = {}
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     common.table(["pairs", "KL weight", "seed", "KL, nats", "learned reward: first, last",
-                  "true reward: first, best, last", "explained variance, second half"])  # fmt: skip
+                  "true reward: first, best, last", "explained variance, middle half"])  # fmt: skip
     for run in runs:
         rows = run["rows"]
         parts = [rows[k : k + MEAN_OF] for k in range(0, len(rows), MEAN_OF)]
@@ -171,7 +172,8 @@ def plot() -> None:
         color = colors.setdefault(setting, f"C{len(colors)}")
         axes[0].plot(kl, learned, "o-", color=color, markersize=3, label=label)
         axes[1].plot(kl, true, "o-", color=color, markersize=3)
-        explained = statistics.mean(row["critic/explained_variance"] for row in rows[len(rows) // 2 :])
+        middle = rows[len(rows) // 4 : len(rows) - len(rows) // 4]
+        explained = statistics.mean(row["critic/explained_variance"] for row in middle)
         common.line([run["pairs"], run["kl_coef"], run["seed"], f"{kl[-1]:.1f}", f"{learned[0]:.2f}, {learned[-1]:.2f}",
                      f"{true[0]:.2f}, {max(true):.2f}, {true[-1]:.2f}", f"{explained:.2f}"])  # fmt: skip
     axes[0].set(xlabel="KL to the reference, nats", ylabel="learned reward, standard deviations")
@@ -197,7 +199,8 @@ def is_on_topic(prompt: str, answer: str) -> bool:
 
 def look(folder: str) -> None:
     """One answer to every prompt, by the checkpoint and by each trained model, with the same noise."""
-    common.table(["model", "prompts", "mention the topic", "true reward", "different first four words"])
+    common.table(["model", "prompts", "mention the topic", "true reward", "different first four words",
+                  "most frequent ones"])  # fmt: skip
     for model_folder in [Path(folder), *sorted(FOLDER.glob("*/model"))]:
         model, _ = ppo_llm.load_hf_checkpoint(model_folder)
         tokenizer, questions = ppo_llm.HFTokenizer(model_folder), prompts("train") + prompts("test")
@@ -205,10 +208,11 @@ def look(folder: str) -> None:
         envs, rows = [common.Prompts(questions) for _ in range(64)], range(len(questions))
         batch = ppo_llm.rollout(model, tokenizer, envs, rows, rows, args, -1)
         on_topic = statistics.mean(map(is_on_topic, batch.prompts, batch.texts))
-        beginnings = {tuple(text.split()[:4]) for text in batch.texts}
+        beginnings = collections.Counter(" ".join(text.split()[:4]) for text in batch.texts)
+        frequent, count = beginnings.most_common(1)[0]
         name = model_folder.parent.name if model_folder.name == "model" else "before"
         common.line([name, len(rows), f"{on_topic:.0%}", f"{statistics.mean(map(sentiment, batch.texts)):.2f}",
-                     f"{len(beginnings) / len(rows):.0%}"])  # fmt: skip
+                     f"{len(beginnings) / len(rows):.0%}", f"{frequent!r}, {count / len(rows):.0%}"])  # fmt: skip
 
 
 def main():
