@@ -1033,7 +1033,13 @@ def decode_step(
     slots.alive &= (token != slots.stop_ids).all(dim=-1) & (slots.length < slots.limit)
 
 
-compiled_decode_step = torch.compile(decode_step, dynamic=True)
+@functools.cache
+def compiled_decode_step() -> Callable:
+    """decode_step through torch.compile, one for all rollouts of a process.
+
+    It is made when it is first needed, because torch.compile takes seconds to import its compiler.
+    """
+    return torch.compile(decode_step, dynamic=True)
 
 
 class Decoder:
@@ -1056,7 +1062,7 @@ class Decoder:
         # The graphs share the memory of their intermediate results, since each leaves nothing there
         # that another needs.
         self.pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
-        step = compiled_decode_step if args.compile == "on" else decode_step
+        step = compiled_decode_step() if args.compile == "on" else decode_step
         self.step = lambda view: step(sampler, view, slots, args.temperature, greedy)
         self.cache, self.slots = cache, slots
 

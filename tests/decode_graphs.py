@@ -67,9 +67,9 @@ class SharedGraphs(Decoder):
 
 FAULTS = {
     "none": {},
-    "the host waits": {"compiled_decode_step": waits},
-    "slots are made anew": {"compiled_decode_step": makes_anew},
-    "the host uploads": {"compiled_decode_step": uploads},
+    "the host waits": {"compiled_decode_step": lambda: waits},
+    "slots are made anew": {"compiled_decode_step": lambda: makes_anew},
+    "the host uploads": {"compiled_decode_step": lambda: uploads},
     "memory that nobody keeps": {"KVCache.view": view_with_new_memory},
     "graphs of another rollout": {"Decoder": SharedGraphs},
 }

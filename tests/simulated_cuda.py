@@ -250,6 +250,8 @@ def main():
     script, reports = importlib.import_module(Path(path).stem), []
     if "RANK" in os.environ:  # several ranks would not find each other again in the next run
         dist.destroy_process_group = lambda: None
+    if hasattr(script, "compiled_decode_step"):
+        script.compiled_decode_step()  # before decode_step is replaced: what is compiled is not counted
     for name in {"decode_step", "optimizer_step"} & vars(script).keys():
         setattr(script, name, partial(counted, getattr(script, name)))
     for flags in runs:

@@ -92,6 +92,13 @@ def test_cuda_graphs_give_the_same_samples_and_faults_are_found(ppo):
     assert len(found) == 5 and all(found.values()), found
 
 
+@pytest.mark.shared
+def test_the_compiler_is_not_imported_before_it_is_needed(ppo):
+    """To import it takes as long as to import torch."""
+    code = f"import sys, {ppo.__name__}; sys.exit('torch._inductor.compile_fx' in sys.modules)"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True)
+
+
 def test_compiled_code_has_no_graph_breaks_and_few_graphs(ppo, tmp_path):
     """Of sharded blocks and of the decode step, over iterations whose texts differ in length; on the CPU."""
     counters, compiled = torch._dynamo.utils.counters, torch.compile(ppo.decode_step, dynamic=True, backend="eager")
@@ -101,7 +108,7 @@ def test_compiled_code_has_no_graph_breaks_and_few_graphs(ppo, tmp_path):
     flags = RUN | dict(device="cpu", dtype="bfloat16", compile="on", num_iterations=4, env_id="environments:Lengths-v0",
                        max_prompt_tokens=40, log_dir=str(tmp_path))  # fmt: skip
     try:
-        with mock.patch.object(ppo, "compiled_decode_step", compiled), \
+        with mock.patch.object(ppo, "compiled_decode_step", lambda: compiled), \
              mock.patch.object(torch.nn.Module, "compile", module_compile):  # fmt: skip
             ppo.train(ppo.Args(**flags))
     finally:
@@ -118,7 +125,7 @@ def test_first_ratio_is_exactly_one_in_bfloat16_and_compiled(ppo, tmp_path):
                          kl_coef=0.1, log_dir=str(tmp_path), run_name="run")  # fmt: skip
     torch._dynamo.reset()
     try:
-        with mock.patch.object(ppo, "compiled_decode_step", ppo.decode_step):  # its compilation is not needed here
+        with mock.patch.object(ppo, "compiled_decode_step", lambda: ppo.decode_step):  # is not what is tested here
             ppo.train(ppo.Args(**flags))
     finally:
         dist.destroy_process_group()

@@ -46,7 +46,7 @@ def decode(script, device, dtype="float32", layers=1, size=SIZE, rows=3, prompt=
     slots.alive.fill_(True)
     slots.length.fill_(prompt)
     slots.limit.fill_(S)
-    step = ppo.decode_step if device == "cpu" else ppo.compiled_decode_step
+    step = ppo.decode_step if device == "cpu" else ppo.compiled_decode_step()
     for i in range(steps):
         step(model, cache.view(prompt + i), slots, 0.7, False)
     return slots.tokens.cpu(), slots.logprobs.cpu()
