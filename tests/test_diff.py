@@ -31,7 +31,8 @@ def test_section_is_the_same_in_both_scripts(title):
     assert FIRST[title] == SECOND.get(title)
 
 
-@pytest.mark.parametrize("name", ["Slots", "decode_step", "Decoder", "play", "to_rollout", "padded"])
+@pytest.mark.parametrize(
+    "name", ["Slots", "decode_step", "compiled_decode_step", "Decoder", "play", "to_rollout", "padded"])
 def test_what_decodes_is_the_same_in_both_scripts(name):
     """So tests of it may run on the first alone."""
     definitions = [next(node for node in tree.body if getattr(node, "name", "") == name) for tree in TREES.values()]
