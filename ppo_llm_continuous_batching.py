@@ -20,11 +20,12 @@ reference: 6. transformer, 7. tokenizer and Hugging Face checkpoints, 8. text en
 
 Terminology. The actor is the policy that is trained. The sampler is an unsharded copy of the actor,
 one on every rank, which generates text. The old policy is the actor as it was before the updates of
-an iteration; it exists only as `old_logprobs` (with --no-recompute-old-logprobs the sampler's). A
-sample is one episode: a prompt and a response, perhaps followed by more turns, each of them a text
-of the environment and another response. A stop token is one by which the model ends a response,
-such as <eos>. An iteration is a rollout and the updates on it; a minibatch is the data of one
-optimizer step, and a microbatch (`mb`) is the data of one forward and backward pass.
+an iteration. Only its log-probs are kept, as `old_logprobs`; with --no-recompute-old-logprobs,
+those that the sampler recorded take their place. A sample is one episode: a prompt and a response,
+perhaps followed by more turns, each of them a text of the environment and another response. A stop
+token is one by which the model ends a response, such as <eos>. An iteration is a rollout and the
+updates on it; a minibatch is the data of one optimizer step, and a microbatch (`mb`) is the data of
+one forward and backward pass.
 
 Layout. Tensors of experience are [B, T] or [N, T]: a row is a sample that starts at index 0 and is
 padded on the right. What belongs to a token is stored at the index of that token:
@@ -37,12 +38,13 @@ padded on the right. What belongs to a token is stored at the index of that toke
 Dimensions: N samples of a rollout, B rows of a microbatch, T tokens, V vocabulary, and in the
 model S cache positions, H and Hkv heads, D head size.
 
-All ranks do the same work: each plays a share of the episodes, receives the samples of all ranks,
-and computes a share of each minibatch. Every model except the sampler is sharded over the ranks;
-FSDP gathers the whole weights, block by block, when they are needed. The experience is the same on
-all ranks. `world` (a World, section 11) describes the ranks; a single process is a world of one.
-UserError (section 10) is an error that the user can fix: the script prints its message as one line
-and exits with code 2. Comments that begin with `FORK:` mark where forks change the algorithm.
+torchrun starts several processes, as a rule one for each GPU. They are called ranks, and all do the
+same work: each plays a share of the episodes, receives the samples of all ranks, and computes a
+share of each minibatch. Every model except the sampler is sharded: each rank stores a part of every
+weight, and FSDP gathers the whole weights, block by block, when they are needed. The experience is
+the same on all ranks. `world` (a World, section 11) describes them; a single process is a world of
+one. UserError (section 10) is an error that the user can fix: the script prints its message as one
+line and exits with code 2. Comments that begin with `FORK:` mark where forks change the algorithm.
 """
 
 from __future__ import annotations
@@ -213,7 +215,7 @@ class Args:
     # is 1e-3 without --model, 1.1e-4 for SmolLM2-135M and 1.8e-5 for Qwen2.5-7B.
     critic_lr: PositiveOrZero | None = None
     # Adam's beta1, the decay rate of its momentum. Default: 0.5, with which the tiny model also
-    # learns where single tokens are rewarded, or the usual 0.9 with --model.
+    # learns tasks with dense rewards, or the usual 0.9 with --model.
     adam_beta1: Fraction | None = None
     # The learning rates decay linearly to this fraction of their first value, which they reach
     # after the last step.
@@ -227,11 +229,11 @@ class Args:
 
     # Discount factor per token.
     gamma: Fraction = 1.0
-    # Lambda of generalized advantage estimation (GAE). With 1, the advantage of a token is the sum
-    # of the rewards from that token on, minus the value of its state. With 0, it is the token's
-    # reward plus the value of the next state, minus the value of its state. Values in between
-    # interpolate: with 0.95, which is customary for short answers, a reward 100 tokens later has a
-    # weight of 0.6 %.
+    # Lambda of generalized advantage estimation (GAE). With 1, and a gamma of 1, the advantage of a
+    # token is the sum of the rewards from that token on, minus the value of its state. With 0, it
+    # is the token's reward plus the value of the next state, minus the value of its state. Values
+    # in between interpolate: with 0.95, which is customary for short answers, a reward 100 tokens
+    # later has a weight of 0.6 %. Advantages are then whitened over the rollout.
     gae_lambda: Fraction = 1.0
     # Lambda of the returns that the critic learns to predict. With 1, they are discounted sums of
     # rewards, including the KL penalty if --kl-in is reward; below 1, they also contain the
@@ -361,7 +363,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tup
     lastgaelam = torch.zeros_like(values[:, 0])
     advantages = torch.zeros_like(values)
     for t in reversed(range(mask.shape[1])):
-        # Where token t was not sampled, lastgaelam and nextvalues pass it by unchanged.
+        # If token t was not sampled, it is skipped: lastgaelam and nextvalues stay as they are.
         delta = rewards[:, t] + gamma * nextvalues - values[:, t]
         lastgaelam = torch.where(mask[:, t], delta + gamma * gae_lambda * lastgaelam, lastgaelam)
         nextvalues = torch.where(mask[:, t], values[:, t], nextvalues)
@@ -514,7 +516,7 @@ def train(args: Args) -> dict:
             # --- Actor epochs; none while only the critic is trained
             epochs = args.ppo_epochs if state.iteration >= args.critic_warmup_iterations else 0
             actor_stats = []  # of each optimizer step
-            early_stop_kl = None  # the approximate KL at which --target-kl ended the epochs
+            early_stop = None  # statistics of the minibatch at which --target-kl ended the epochs
             # Copies some of the actor's weights, so that the diagnosis sees how far they move.
             probe = RatioProbe(actor, plan, args, world)
             for n_tokens, minibatch in minibatches(experience, epochs, args, world):
@@ -538,11 +540,12 @@ def train(args: Args) -> dict:
                         stats.add_loss_terms(kl_loss=kl_loss)
                     loss.backward()
                     stats.add_loss_terms(policy_loss=pg_loss, entropy=entropy)
-                    stats.add_means(mb.n_tokens, **mb_stats)  # maxima if the name ends in _max
+                    # Means are weighted by mb.n_tokens; names that end in _max are maxima.
+                    stats.add_means(mb.n_tokens, **mb_stats)
                 grad_norm = nn.utils.clip_grad_norm_(actor.parameters(), args.max_grad_norm)
                 step_stats = stats.read(grad_norm)
                 if args.target_kl is not None and step_stats["approx_kl"] > args.target_kl:
-                    early_stop_kl = step_stats["approx_kl"]
+                    early_stop = step_stats
                     actor_optimizer.zero_grad()
                     break  # the steps that are not made do not advance the schedule
                 lr = linear_schedule(args.actor_lr, args.lr_end, state.actor_steps,
@@ -558,7 +561,7 @@ def train(args: Args) -> dict:
                 sync_reference(reference, actor, args.ref_sync_alpha)
             interrupt = run.received_signal()
             clock.end("hand_over")
-            diagnosis = probe.diagnose(experience, actor_stats, early_stop_kl, state)
+            diagnosis = probe.diagnose(experience, actor_stats, early_stop, state)
             critic_diagnosis = diagnose_critic(critic, experience, critic_stats, state, args, world)
             clock.end("diagnose")
             run.log(batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis,
@@ -705,9 +708,9 @@ class Experience:
     def __getitem__(self, rows: Tensor) -> Experience:
         """The samples `rows` [B], indices on the CPU, cropped to the longest of them.
 
-        `rows` may be empty. Since FSDP's calls are collective, a rank without samples must run its
-        models, too: it gets the first token of sample 0, which belongs to a prompt, so that the
-        mask is False and the loss 0.
+        `rows` may be empty. With FSDP a forward pass waits until all ranks take part in it, so that
+        a rank without samples must run its models, too. It gets the first token of sample 0, which
+        belongs to a prompt: the mask is False there and the loss 0.
         """
         lengths = self.lengths[rows]
         if len(rows) == 0:
@@ -737,7 +740,8 @@ def sampled_logprobs(
         logprobs[:, 1:] = log_p.gather(2, tokens[:, 1:, None])[..., 0] * mask[:, 1:]
         entropies[:, 1:] = -(log_p.exp() * log_p).sum(-1) * mask[:, 1:]
     """
-    # With a packing the model returns log-probs and entropies instead of logits.
+    # A packing says which tokens are real and which were sampled (section 6). Given one, the model
+    # returns log-probs and entropies instead of logits.
     return model(mb.tokens, packing=mb.packing, temperature=temperature)
 
 
@@ -746,7 +750,7 @@ def sampled_values(critic: Transformer, mb: Experience) -> Tensor:
 
     What one would compute as values[:, 1:] = critic(tokens)[:, :-1] * mask[:, 1:].
     """
-    # With a packing the model returns values of the states before the tokens, not after them.
+    # Given a packing, the model returns values of the states before the tokens, not after them.
     return critic(mb.tokens, packing=mb.packing)
 
 
@@ -902,11 +906,11 @@ def minibatches(
 
 # === 5. Rollout ===
 # Continuous batching: a slot takes the next sample the moment its own ends. While an environment
-# computes a step, its slot idles. Dimensions: B rows decode together, R of them begin a turn, and
-# after K decode steps the host looks at the results. `cache.view(n, rows)` is the KV cache for a
-# forward of these rows that attends to their first n positions, or to a few more. Position S of the
-# cache, `cache.scratch`, is a dummy: rows that are finished, and padding, write there, so that
-# shapes stay the same.
+# computes a step, its slot idles. In this section B rows decode together, R of them begin a turn,
+# and after K decode steps the host looks at the results. `cache.view(n, rows)` is the part of the
+# KV cache (section 6) that a forward pass of these rows attends to: their first n positions, or a
+# few more. Position S of the cache, `cache.scratch`, is a dummy: rows that are finished, and
+# padding, write there, so that shapes stay the same.
 
 # Seconds that a rollout may spend, in total, on waiting for environments while other rows could
 # decode. A short wait pays off: an environment that answers at once does not miss the next step.
@@ -1096,7 +1100,9 @@ def prefill(sampler: Transformer, cache: KVCache, episodes: dict[int, Episode], 
     numbers = torch.tensor([(row, e.cached, len(e.ids)) for row, e in episodes.items()])
     rows, cached, length = numbers.to(tokens.device).T  # [R] each
     positions = cached[:, None] + torch.arange(width, device=tokens.device)  # [R, width]
-    positions = torch.where(positions < length[:, None] - 1, positions, cache.scratch)  # padding
+    # Of two new texts of 4 and 6 tokens, for example, 3 and 5 tokens go into the cache. The
+    # positions are 0, 1, 2, scratch, scratch in one row, and 0, 1, 2, 3, 4 in the other.
+    positions = torch.where(positions < length[:, None] - 1, positions, cache.scratch)
     size = max(1, args.micro_batch_tokens // width)
     for start in range(0, len(new), size):
         part = slice(start, start + size)
@@ -2318,25 +2324,26 @@ class RatioProbe:
         return torch.cat([p.flatten()[:: 1 + p.numel() // 2**14] for p in weights])
 
     def diagnose(
-        self, experience: Experience, steps: list[dict], early_stop: float | None, state: TrainState
+        self, experience: Experience, steps: list[dict], early_stop: dict | None, state: TrainState
     ) -> Diagnosis:
-        """After the updates, with their statistics and the approximate KL of an early stop."""
+        """After the updates, with their statistics and those of the minibatch of an early stop."""
         warmup = state.iteration < self.args.critic_warmup_iterations
         made = [step for step in steps if not step["skipped"]]
-        no_steps = [{"dev_max": 0.0, "approx_kl": 0.0, "lr": 0.0, "out_of_clip": 0.0}]
-        first, last = (steps or no_steps)[0], (steps or no_steps)[-1]
+        nothing = {"dev_max": 0.0, "approx_kl": 0.0, "out_of_clip": 0.0}
+        seen = steps or [early_stop or nothing]  # if no step was made, there is still a first ratio
+        first, last = seen[0], seen[-1]
         gap = (experience.logprobs - experience.old_logprobs).abs()
         signals = {
             "first_dev": first["dev_max"],
             "first_kl": first["approx_kl"],
             "last_dev": last["dev_max"],
             "out_of_clip": last["out_of_clip"],
-            "lr": last["lr"],
+            "lr": last.get("lr", 0.0),
             "tokens": experience.n_tokens,
             "steps": len(made),
             "skipped": len(steps) - len(made),
             "planned": self.plan.update_steps,
-            "early_stop": early_stop,
+            "early_stop": early_stop and early_stop["approx_kl"],
             "grad_norm": token_mean(made, "grad_norm") or 0.0,
             "adv_raw_std": experience.advantage_std,
             "sampler_diff": float(masked_mean(gap, experience.mask)),
@@ -2389,6 +2396,7 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     moved = s.post_dev > 5 * noise
     stuck = s.last_dev <= noise and s.first_dev <= 1e-2
     bf16 = "bfloat16" in s.param_dtype + s.compute_dtype
+    first_is_off = s.first_kl > 1e-3 if bf16 else s.first_dev > 1e-4
     if bf16:
         moved = s.signed_t > 3
         stuck = not moved or s.steps <= 1 or s.last_dev <= 2e-6
@@ -2397,11 +2405,18 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
 
     if s.phase == "critic_warmup":
         return because("critic_warmup", "see --critic-warmup-iterations")
-    if stuck and s.early_stop and s.steps < s.planned:
-        return because("kl_early_stop", "raise --target-kl or lower --actor-lr")
     if s.tokens == 0:
         return because("empty_mask", "no token was sampled: check --max-new-tokens, eos, mask")
-    if s.steps == 0 or (stuck and s.skipped > 0):
+    # None of the causes of a ratio that stays at 1 explains a first ratio that is off.
+    if first_is_off:
+        return because(
+            "forward_mismatch",
+            "look for dropout, a shifted mask, shifted positions, another temperature, or the "
+            "sampler's log-probs used as old ones",
+        )
+    if stuck and s.early_stop and s.steps < s.planned:
+        return because("kl_early_stop", "raise --target-kl or lower --actor-lr")
+    if s.steps == 0 or (s.skipped > 0 and (stuck or math.isnan(s.first_dev))):
         return because("steps_skipped", "NaN in log-probs? large rewards? If not, lower --actor-lr")
     if stuck and s.planned == s.steps == 1 and moved:
         return because("one_update_by_design", "this is correct; with more epochs the ratio moves")
@@ -2419,13 +2434,6 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
         return because("lr_or_clip_too_small", "raise --actor-lr or --max-grad-norm")
     if stuck and s.changed_frac > 0 and s.post_dev <= (2e-6 if bf16 else noise):
         return because("forward_ignores_update", "the forward pass runs a stale copy of the model")
-    first_is_off = s.first_kl > 1e-3 if bf16 else s.first_dev > 1e-4
-    if first_is_off or math.isnan(s.first_dev):
-        return because(
-            "forward_mismatch",
-            "look for dropout, a shifted mask, shifted positions, another temperature, or the "
-            "sampler's log-probs used as old ones",
-        )
     if s.sampler_diff > (0.05 if bf16 else 1e-3):
         return because("sampler_mismatch", "stale weights? other numerics? see --rollout-is-cap")
     if s.out_of_clip > 0.9:

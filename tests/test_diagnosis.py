@@ -27,8 +27,8 @@ NAN = dict(first_dev=math.nan, last_dev=math.nan, post_dev=math.nan, signed_t=ma
     ({}, None), (STUCK | dict(phase="critic_warmup", tokens=0), "critic_warmup"),
     (STUCK | dict(early_stop=True, steps=0), "kl_early_stop"),
     (dict(last_dev=1e-7, post_dev=0.2, steps=1, planned=1), "one_update_by_design"),
-    (STUCK | dict(skipped=8, steps=0), "steps_skipped"), (NAN, "forward_mismatch"),
-    (NAN | dict(skipped=8, steps=0), "steps_skipped"),  # comparisons with NaN are false
+    (STUCK | dict(skipped=8, steps=0), "steps_skipped"),
+    (NAN | dict(skipped=8, steps=0), "steps_skipped"), (NAN | dict(skipped=1, steps=7, last_dev=0.1), "steps_skipped"),
     (STUCK | dict(tokens=0), "empty_mask"), (STUCK | dict(post_dev=0.2), "old_logprob_recomputed"),
     (STUCK | dict(adv_raw_std=1e-9), "advantage_zero"), (STUCK | dict(grad_norm=0.0), "no_grad_to_actor"),
     (STUCK | dict(lr=0.0, changed_frac=0.0, update_norm=0.0), "lr_or_clip_too_small"),
@@ -40,6 +40,10 @@ NAN = dict(first_dev=math.nan, last_dev=math.nan, post_dev=math.nan, signed_t=ma
     (BF16 | dict(signed_t=9.0, sampler_diff=0.01), None),  # the ratio is noisy in bfloat16: drift decides
     (BF16 | dict(signed_t=9.0, first_dev=1.5), None),  # one token far off by rounding
     (BF16 | dict(signed_t=9.0, first_dev=0.1, last_dev=0.5, first_kl=0.005), "forward_mismatch"),
+    # What looks like a reason for a ratio near 1 does not hide that the first ratio is off.
+    (dict(first_dev=0.3, last_dev=0.3, first_kl=0.2, early_stop=0.2, steps=0), "forward_mismatch"),
+    (dict(first_dev=0.005, last_dev=0.005, post_dev=0.2, steps=1, planned=1), "forward_mismatch"),
+    (BF16 | dict(first_dev=0.5, first_kl=0.2, signed_t=9.0, steps=1, planned=1), "forward_mismatch"),
     (BF16 | dict(update_norm=1e-9), "lr_or_clip_too_small"), (STUCK | dict(changed_frac=0.0), "optimizer_noop"),
 ])  # fmt: skip
 def test_diagnosis_of_signals(ppo, changes, expected):
@@ -70,6 +74,11 @@ def empty_mask(original, *args, stale):
 def is_training():
     """Scoring may run with gradients, too."""
     return not any(frame.name == "forward_all" for frame in traceback.extract_stack())
+
+
+def dropout(original, *args, stale):
+    logprobs, entropy = original(*args)
+    return logprobs + 0.003 * is_training() * torch.randn_like(logprobs), entropy
 
 
 def late_dropout(original, *args, stale):
@@ -111,6 +120,9 @@ FAULTS = {  # name: (flags, cause, function of the script, what replaces it)
     "empty mask": ({}, "empty_mask", "rollout", empty_mask),
     "stale forward": ({}, "forward_ignores_update", "sampled_logprobs", stale_forward),
     "dropout": ({}, "forward_mismatch", "sampled_logprobs", late_dropout),
+    "dropout, one update": (
+        dict(ppo_epochs=1, train_batch_size=16), "forward_mismatch", "sampled_logprobs", dropout),
+    "dropout, target KL": (dict(target_kl=1e-6), "forward_mismatch", "sampled_logprobs", dropout),  # no step is made
     "NaN": ({}, "steps_skipped", "sampled_logprobs", nan_while_training),
 }  # fmt: skip
 

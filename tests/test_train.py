@@ -330,9 +330,10 @@ def biased_rollout(ppo, shift):
     return mock.patch.object(ppo, "rollout", changed(ppo.rollout, bias))
 
 
-def test_sampler_that_is_taken_for_the_old_policy_ends_the_run_if_it_is_another(ppo, tmp_path):
+@pytest.mark.parametrize("flags", [{}, dict(target_kl=1e-3)])  # which allows no step
+def test_sampler_that_is_taken_for_the_old_policy_ends_the_run_if_it_is_another(ppo, tmp_path, flags):
     with biased_rollout(ppo, 0.1), pytest.raises(ppo.UserError, match=r"ratio.* is off.*(0\.095|9\.5e-02)"):
-        record(ppo, tmp_path, recompute_old_logprobs=False)  # 1 - exp(-0.1)
+        record(ppo, tmp_path, recompute_old_logprobs=False, **flags)  # 1 - exp(-0.1)
 
 
 @pytest.mark.parametrize(("shift", "weight"), [(math.log(2), 0.5), (-math.log(2), 1.5)])
