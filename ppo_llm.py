@@ -213,7 +213,7 @@ class Args:
     critic_lr: PositiveOrZero | None = None
     # Adam's beta1, the decay rate of its momentum. Default: 0.5, with which the tiny model also
     # learns tasks with dense rewards, or the usual 0.9 with --model.
-    adam_beta1: Fraction | None = None
+    adam_beta1: Annotated[float, Range(0, 0.9999)] | None = None
     # The learning rates decay linearly to this fraction of their first value, which they reach
     # after the last step.
     lr_end: Fraction = 0.05
@@ -282,7 +282,8 @@ class Args:
     missing_eos_penalty: PositiveOrZero = 0.0
     # Let the return of a truncated sample end with the critic's value of its last state, instead of
     # with 0. A sample is truncated if the token limit cut its last response or left no room for
-    # another turn, or if the environment says that it truncated the episode.
+    # another turn, or if the environment says that it truncated the episode. If nearly all samples
+    # are truncated, the critic learns from little but its own values.
     bootstrap_truncated: bool = False
 
     # Episodes of an evaluation. They are played twice: sampled at temperature 1, and greedily.
@@ -661,8 +662,8 @@ class Experience:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     sample_rewards: Tensor | None = None  # [N] without the KL, for the log
-    # Returns with a lambda of 1: the discounted sums of the rewards still to come. The log judges
-    # the critic by them.
+    # Returns with a lambda of 1: the discounted sums of the rewards still to come (and, with
+    # bootstrap_truncated, of the last values). The log judges the critic by them.
     mc_returns: Tensor | None = None
     advantage_std: float = 0.0  # before whitening, for the diagnosis
 
@@ -1934,7 +1935,8 @@ class EnvCall:
 
     def __init__(self, env: gym.Env, method: str, where: str, args: Args, *arguments, **keywords):
         self.env, self.method, self.where, self.timeout = env, method, where, args.env_timeout
-        threads = env_threads(max(512, 2 * args.rollout_slots))  # more threads than calls at a time
+        samples = max(args.eval_episodes, args.rollout_batch_size * args.n_samples_per_prompt)
+        threads = env_threads(max(512, 2 * envs_needed(args, samples)))  # more than calls at a time
         self.deadline = time.monotonic() + args.env_timeout
         self.answer = threads.apply_async(getattr(env, method), arguments, keywords)
 
@@ -2138,7 +2140,9 @@ def describe_values(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, 
     """How good the values [N, T] of a rollout are. The critic has not learned from it yet.
 
     `returns` must be Monte Carlo returns. The returns that the critic learns contain the values
-    themselves if --critic-lambda is below 1: to explain these says nothing about the critic.
+    themselves if --critic-lambda is below 1: to explain these says nothing about the critic. With
+    --bootstrap-truncated, even Monte Carlo returns contain the last value of truncated samples, and
+    the numbers are too good if there are many of these.
 
     gain is the variance of the advantages with a constant baseline, divided by their variance with
     the critic, both with a lambda of 1. It says how many times more samples a constant baseline
@@ -2300,9 +2304,9 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
             "look for dropout, a shifted mask, shifted positions, another temperature, or the "
             "sampler's log-probs used as old ones",
         )
-    if stuck and s.early_stop and s.steps < s.planned:
+    if s.last_dev <= noise and s.early_stop and s.steps < s.planned:
         return because("kl_early_stop", "raise --target-kl or lower --actor-lr")
-    if s.steps == 0 or (s.skipped > 0 and (stuck or math.isnan(s.first_dev))):
+    if s.steps == 0 or (s.skipped > 0 and (s.last_dev <= noise or math.isnan(s.first_dev))):
         return because("steps_skipped", "NaN in log-probs? large rewards? If not, lower --actor-lr")
     if stuck and s.planned == s.steps == 1 and moved:
         return because("one_update_by_design", "this is correct; with more epochs the ratio moves")
@@ -2468,6 +2472,8 @@ def validate(args: Args) -> Plan:
         raise UserError("--rollout-is-cap: needs --recompute-old-logprobs")
     if args.ref_sync_every and not args.kl_coef:
         raise UserError("--ref-sync-every: needs --kl-coef above 0")
+    if args.critic_warmup_iterations and args.critic_epochs == 0:
+        raise UserError("--critic-warmup-iterations: needs --critic-epochs above 0")
     if args.resume == "auto" and not args.run_name:
         raise UserError("--resume auto: needs --run-name")
     return plan_steps(args, WORLD_SIZE)
@@ -2987,8 +2993,8 @@ class TrainState:
         for i, steps in enumerate((actor_stats, critic_stats)):
             for step in steps:
                 self.skipped_in_a_row[i] = self.skipped_in_a_row[i] + 1 if step["skipped"] else 0
-        if max(self.skipped_in_a_row) >= 20:
-            raise UserError("20 consecutive gradients were not finite: lower the learning rates")
+                if self.skipped_in_a_row[i] >= 20:
+                    raise UserError("20 non-finite gradients in a row: lower the learning rates")
         with attempt("save TrainState"):  # now, and not at the first checkpoint
             json.dumps(vars(self))
 

@@ -36,7 +36,7 @@ FLAGS = {
        "clip_low clip_high value_clip target_kl max_grad_norm env_timeout rollout_is_cap",
     -1: "seed critic_epochs sft_steps sft_lr actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations "
         "ref_sync_every gamma missing_eos_penalty save_every adam_beta1",
-    1.1: "gamma gae_lambda lr_end ref_sync_alpha clip_low adam_beta1", 1: "dual_clip",
+    1.1: "gamma gae_lambda lr_end ref_sync_alpha clip_low adam_beta1", 1: "dual_clip adam_beta1",
     math.inf: "critic_lr", math.nan: "actor_lr temperature", 2**70: "seed",
 }  # fmt: skip
 
@@ -50,6 +50,7 @@ def test_flag_out_of_range(ppo, tmp_path, name, value):
     (["--resume auto", "--run-name"], dict(resume="auto", run_name=None)),
     (["--kl-estimator k1"], dict(kl_in="loss", kl_estimator="k1", kl_coef=0.1)),
     (["--ref-sync-every", "--kl-coef"], dict(ref_sync_every=2)),
+    (["--critic-warmup-iterations", "--critic-epochs"], dict(critic_warmup_iterations=1, critic_epochs=0)),
     (["--rollout-is-cap", "--recompute-old-logprobs"], dict(rollout_is_cap=2.0, recompute_old_logprobs=False)),
     (["--train-batch-size 7", "24 samples"], dict(rollout_batch_size=6, n_samples_per_prompt=4, train_batch_size=7)),
     (["--log-dir", __file__], dict(log_dir=__file__)),  # a file

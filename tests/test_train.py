@@ -470,11 +470,15 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(ppo, tmp_pa
         assert seen.rows[0][metric] == pytest.approx(mean)  # over tokens, without the skipped step
 
 
-def test_many_bad_gradients_in_a_row_end_the_run(ppo, tmp_path):
+@pytest.mark.parametrize(("flags", "bad", "iterations"), [
+    (dict(num_iterations=10), range(100), 20 / STEPS),
+    (dict(ppo_epochs=12), range(20), 1),  # the last steps of the iteration are fine
+])  # fmt: skip
+def test_many_bad_gradients_in_a_row_end_the_run(ppo, tmp_path, flags, bad, iterations):
     """20 of the actor, although the critic's steps between them are fine."""
-    with nan_loss(ppo, bad=range(100)), pytest.raises(ppo.UserError, match="consecutive gradients"):
-        record(ppo, tmp_path, num_iterations=10)
-    assert len(lines(tmp_path / "run")) == 20 / STEPS  # valid JSON
+    with nan_loss(ppo, bad=bad), pytest.raises(ppo.UserError, match="20 non-finite gradients in a row"):
+        record(ppo, tmp_path, **flags)
+    assert len(lines(tmp_path / "run")) == iterations  # valid JSON
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
 
