@@ -61,7 +61,6 @@ import heapq
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import pkgutil
 import random
@@ -535,8 +534,8 @@ def train(args: Args) -> dict:
                     if args.kl_in == "loss" and reference is not None:
                         # FORK: KL in the loss. Coefficients [B, T] belong before the sum, for
                         # example as a function of the position mb.mask.cumsum(1).
-                        kl_loss = kl_estimate(newlogprobs, mb.ref_logprobs,
-                                              args.kl_estimator).sum() / loss_denom  # fmt: skip
+                        kls = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_estimator)
+                        kl_loss = (kls * mb.mask).sum() / loss_denom
                         loss = loss + args.kl_coef * kl_loss
                         stats.add_loss_terms(kl_loss=kl_loss)
                     loss.backward()
@@ -752,7 +751,16 @@ def sampled_values(critic: Transformer, mb: Experience) -> Tensor:
     What one would compute as values[:, 1:] = critic(tokens)[:, :-1] * mask[:, 1:].
     """
     # Given a packing, the model returns values of the states before the tokens, not after them.
-    return critic(mb.tokens, packing=mb.packing)
+    return critic(critic_tokens(critic, mb), packing=mb.packing)
+
+
+def critic_tokens(critic: Transformer, mb: Experience) -> Tensor:
+    """The tokens, [B, T]. Ids beyond the critic's vocabulary become its last id.
+
+    Models with the same tokenizer may have different numbers of ids that it does not use, such as
+    Qwen2.5-7B (152,064 ids) and Qwen2.5-0.5B (151,936). The actor can sample them all the same.
+    """
+    return mb.tokens.clamp(max=critic.config.vocab_size - 1)
 
 
 @torch.no_grad()
@@ -853,7 +861,8 @@ def make_experience(
     bootstrap = None  # the return of a truncated sample ends with 0, like that of a complete one
     if args.bootstrap_truncated:
         # [N, T] the value of the state after each token; sampled_values gives that before it.
-        values_after = forward_all(lambda mb: critic(mb.tokens), experience, args, world)
+        state_values = lambda mb: critic(critic_tokens(critic, mb))
+        values_after = forward_all(state_values, experience, args, world)
         truncated = upload(torch.tensor([stop != "eos" for stop in batch.stop]), world.device)
         bootstrap = values_after[rows, last] * truncated  # [N]
     # Three lambdas: that of the advantages, that of the returns which the critic learns, and 1,
@@ -1237,7 +1246,8 @@ def rollout(sampler, tokenizer, envs, seeds, sample_ids, args, iteration, greedy
         # Take answers. Wait only for those without which a slot cannot go on.
         free = [slot for slot in range(B) if slot not in playing]
         next_ones = ahead if len(free) > len(staged) else []
-        patience = wait([*playing.values(), *next_ones], patience)
+        left = wait([*playing.values(), *next_ones], patience)
+        patience = left if decoding else patience  # while nothing can decode, waiting costs nothing
         take_answers([*playing.values(), *ahead], tokenizer, args)
         ended = [slot for slot, episode in playing.items() if episode.stop]
         if ended:
@@ -1307,7 +1317,8 @@ def to_rollout(
         prompts=[e.prompt for e in episodes],
         success=[e.success for e in episodes],
         conversations=[e.conversation for e in episodes],
-        extras={},  # FORK: for example {"level": torch.tensor([e.info["level"] for e in episodes])}
+        # FORK: for example {"level": torch.tensor([e.info.get("level", 0) for e in episodes])}.
+        extras={},
     )
 
 
@@ -1366,6 +1377,8 @@ class ModelConfig:
             raise ValueError(f"model_type {kind!r}: must be llama, qwen2 or qwen3")
         if rope_type not in ("default", "llama3"):
             raise ValueError(f"rope type {rope_type!r}: must be default or llama3")
+        if (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise ValueError("partial_rotary_factor: must be 1")
         if act != "silu" or raw.get("use_sliding_window"):
             raise ValueError(f"hidden_act {act!r}: must be silu; use_sliding_window must be off")
         heads = raw["num_attention_heads"]
@@ -1801,12 +1814,15 @@ class HFTokenizer:
         if self.hf.chat_template:
             whole = self.render(("user", "-"), ("assistant", "<<turn>>"), ("user", text))
             text = whole.partition("<<turn>>")[2]
-            for stop_id in self.stop_ids:  # the actor has sampled it
-                text = text.removeprefix(self.hf.convert_ids_to_tokens(stop_id) or "")
+            for token in self.hf.convert_ids_to_tokens(self.stop_ids):
+                # The actor has sampled it. Llama 2's template puts a space before it.
+                if token and text.lstrip().startswith(token):
+                    text = text.lstrip().removeprefix(token)
         return self.encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Text without special tokens."""
+        """Text without special tokens, and without stop tokens, which may not be special."""
+        ids = [i for i in ids if i not in self.stop_ids]
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
@@ -1892,11 +1908,12 @@ def save_hf_checkpoint(
             weights[name] = whole.cpu().contiguous()
     if RANK > 0:
         return
-    path = Path(path)
-    tokenizer.hf.save_pretrained(path)
-    if (tokenizer.folder / "generation_config.json").is_file():
-        shutil.copy(tokenizer.folder / "generation_config.json", path)
-    safetensors.torch.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    path, generation_config = Path(path), tokenizer.folder / "generation_config.json"
+    with attempt(f"write {path}"):
+        tokenizer.hf.save_pretrained(path)
+        if generation_config.is_file():
+            (path / generation_config.name).write_text(generation_config.read_text())
+        safetensors.torch.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     dtype = str(weights["model.norm.weight"].dtype).removeprefix("torch.")
     raw = config.raw | {"torch_dtype": dtype, "dtype": dtype}
     if model.head == "scalar":
@@ -1965,6 +1982,7 @@ def load_rows(path: str, convert: Callable) -> list[dict]:
             row = convert(json.loads(line))
             if {type(row["prompt"]), type(row.get("demonstration", ""))} != {str}:
                 raise ValueError("prompt and demonstration must be text")
+            row["prompt"].encode()  # raises for half of a surrogate pair
             rows.append(row)
     if not rows:
         raise UserError(f"no rows in {path}")
@@ -2056,10 +2074,11 @@ class EnvCall:
 
     def result(self) -> tuple:
         """Wait for (prompt, info) or (text, reward, terminated, truncated, info), or UserError."""
+        self.answer.wait(timeout=max(0.0, self.deadline - time.monotonic()))
+        if not self.answer.ready():
+            raise self.error(f"gave no answer within --env-timeout {self.timeout:g} s")
         try:
-            value = self.answer.get(timeout=max(0.0, self.deadline - time.monotonic()))
-        except multiprocessing.TimeoutError:
-            raise self.error(f"gave no answer within --env-timeout {self.timeout:g} s") from None
+            value = self.answer.get()
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{place.filename}, line {place.lineno}"
@@ -2547,12 +2566,21 @@ def attempt(task: str, kinds=(Exception, dcp.api.CheckpointException)):
     except UserError:
         raise
     except kinds as error:
-        raise UserError(f"cannot {task}: {type(error).__name__}: {error!s:.300}") from error
+        raise UserError(f"cannot {task}: {describe(error)}") from error
+
+
+def describe(error: BaseException) -> str:
+    """Kind and message of an error, or of the first one that a CheckpointException contains."""
+    if isinstance(error, dcp.api.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error!s:.300}"
 
 
 def print0(text: str) -> None:
-    if RANK == 0:
-        print(text, flush=True)
+    # Ctrl-C also ends the `tee` that reads the output. The run has to go on all the same.
+    with contextlib.suppress(BrokenPipeError):
+        if RANK == 0:
+            print(text, flush=True)
 
 
 def valid_range(flag_type) -> Range | None:
@@ -3153,6 +3181,9 @@ class RunFolder:
         self.path, resumed = Path(args.log_dir, args.run_name or name), args.resume == "auto"
         if args.resume and Path(args.resume, "checkpoints").is_dir():
             self.path, resumed = Path(args.resume), True
+            if args.run_name not in (None, self.path.resolve().name):
+                raise UserError("--run-name: --resume with the folder of a run continues that run; "
+                                "to begin another one, name one of its checkpoints")  # fmt: skip
         if RANK > 0:
             return
         if self.path.exists() and not resumed:
@@ -3175,7 +3206,8 @@ class RunFolder:
 
         def handle(signum, frame):
             self.signals.append(int(signum))
-            os.write(2, b"\nstopping after this iteration; Ctrl-\\ stops at once\n")
+            with contextlib.suppress(BrokenPipeError):  # see print0
+                os.write(2, b"\nstopping after this iteration; Ctrl-\\ stops at once\n")
 
         numbers = (signal.SIGTERM, signal.SIGINT)
         self.handlers = {number: signal.signal(number, handle) for number in numbers}
@@ -3244,7 +3276,10 @@ class RunFolder:
         self.summary["iterations"] = self.state.iteration
         self.summary["update_steps"] = self.state.actor_steps
         self.summary["seconds"] = time.monotonic() - self.started
-        if RANK == 0:
+        if RANK > 0:
+            return
+        # After a failure, for example because the disk is full, its error is the one to see.
+        with contextlib.suppress(*([OSError] if kind else [])):
             (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2))
             for file in (self.writer, *self.files.values()):
                 file.close()
@@ -3289,7 +3324,9 @@ def save_checkpoint(
         for old in sorted(path.parent.glob("iter_*"), reverse=True)[args.keep_checkpoints :]:
             shutil.rmtree(old)
     except (OSError, dcp.api.CheckpointException) as error:
-        failed = f"{path} cannot be written, earlier ones are intact: {error!s:.300}"
+        if RANK == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        failed = f"{path} cannot be written, earlier ones are intact: {describe(error)}"
         raise UserError(f"{failed}; make room and --resume the run") from error
     print0(f"saved {path}")
 

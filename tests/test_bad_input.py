@@ -156,6 +156,7 @@ def messages(*roles, content="ab="):
     (f'{PROMPT}\n{{"text": "ab="}}', ["line 2", "'prompt'"]), ('["prompt"]', ["line 1"]), ("5", ["line 1"]),
     ('{"prompt": 5}', ["line 1", NOT_TEXT]), (f'{PROMPT}\n{{"prompt": "x", "demonstration": 5}}', ["line 2", NOT_TEXT]),
     (messages("user") + "\n" + messages("user", content=[{"type": "text"}]), ["line 2", NOT_TEXT]),
+    (f'{PROMPT}\n{{"prompt": "\\ud83d"}}', ["line 2", "surrogates"]),
     *[(f"{PROMPT}\n{messages(*roles)}", ["line 2", "messages must be a single one, with the role user"])
       for roles in ([], ["system", "user"], ["user", "assistant", "user"], ["user", "assistant"], ["assistant"])],
 ])  # fmt: skip
@@ -188,6 +189,8 @@ def test_reward_function_that_cannot_be_imported(ppo, tmp_path, reward, part):
     ("return float('inf'), True", "step() returned ('', inf, "),
     ("return 1.0, True, 2", "step() returned ('', (1.0, True, 2), "),
     ("import time; time.sleep(20)", "step() gave no answer within --env-timeout 1 s"),
+    ("import multiprocessing; raise multiprocessing.TimeoutError('sandbox')",  # its own, and not that of --env-timeout
+     "step() raised TimeoutError: sandbox (/x/judge.py, line 2)"),
 ])  # fmt: skip
 def test_reward_function_that_fails_is_named_with_sample_and_prompt(ppo, tmp_path, monkeypatch, body, part):
     judge = types.ModuleType("judge")
@@ -221,6 +224,7 @@ def model_folder(ppo, path, edit=None, tensors=None, head="lm", letters="abcdefx
     (["model.extra"], dict(tensors={"model.extra": torch.ones(3)})),
     (["gpt2", "qwen2"], dict(edit={"model_type": "gpt2", "num_attention_heads": None})),
     (["sliding"], dict(edit={"use_sliding_window": True})),
+    (["partial_rotary_factor"], dict(edit={"partial_rotary_factor": 0.5})),
     (["yarn"], dict(edit={"rope_parameters": {"rope_type": "yarn"}})), (["gelu"], dict(edit={"hidden_act": "gelu"})),
     (["11", "12"], dict(vocab_size=11)),  # the tokenizer has 12
     (["23", "24"], dict(max_position_embeddings=23)),  # prompt and response: 16 + 8 tokens

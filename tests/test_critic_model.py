@@ -45,6 +45,15 @@ def test_values_rise_equally_fast_for_all_widths_with_the_default_learning_rate(
     assert min(rises) > 0.01 and max(rises) < 1.5 * min(rises), rises
 
 
+def test_the_critic_may_lack_ids_that_its_tokenizer_does_not_use(ppo, tmp_path):
+    """The actor samples them all the same: of its random weights each id is equally likely."""
+    actor = str(model_folder(ppo, tmp_path / "padded", **TOKENIZER | dict(vocab_size=30)))
+    critic = start(ppo, tmp_path / "critic", vocab_size=20)
+    for flags in (dict(run_name="a"), dict(run_name="b", bootstrap_truncated=True)):
+        run = record(ppo, tmp_path, model=actor, critic_model=critic, **FITS | flags)
+        assert max(int(experience.tokens.max()) for experience in run.experiences) >= 20
+
+
 @pytest.mark.parametrize("settings", [dict(num_hidden_layers=2), SMALLER])
 def test_it_starts_with_the_values_of_the_classifier_and_its_export_can_be_the_next_start(
     ppo, actor, tmp_path, settings

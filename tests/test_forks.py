@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import ROOT
+from test_bad_input import model_folder
 from test_cuda import FLOAT, simulate, simulated
 from test_distributed import finish, flags_of, start, torchrun
 from test_train import assert_same_metrics, lines, without_clock
@@ -126,6 +127,13 @@ def test_group_normalised(tmp_path):
         torch.testing.assert_close(experience.advantages, expected.view(32, 1) * experience.mask, atol=1e-3, rtol=0)
 
 
+def test_group_normalised_learns_nothing_from_equal_rewards(tmp_path):
+    """The mean of equal numbers may differ from them by rounding."""
+    kwargs = dict(env_id="environments:Constant-v0", env_kwargs='{"reward": 0.6}', kl_coef=0.0)
+    ppo, _, _ = run("group_normalised", tmp_path, n_samples_per_prompt=8, **kwargs)
+    assert not any(experience.advantages.any() for _, experience in ppo.calls["make_experience"])
+
+
 def test_best_and_worst(tmp_path):
     ppo, rows, folder = run("best_and_worst", tmp_path, n_samples_per_prompt=4)
     assert [(row["charts/episodes"], row["charts/actor_steps"]) for row in rows] == [(32, 4), (64, 8)]
@@ -180,6 +188,9 @@ def test_joint_loss(tmp_path, monkeypatch):
     values = [experience.values.abs().max() for _, experience in ppo.calls["make_experience"]]
     assert values[0] == 0 and values[1] > 0 and "score.weight" in changed_names(folder)
     monkeypatch.setitem(sys.modules, "ppo_llm", ppo)
+    plain = model_folder(ppo_llm, tmp_path / "plain")
+    with pytest.raises(ppo.UserError, match="score.weight is missing"):
+        ppo.build_reward_model(ppo.Args(reward_model=str(plain)), ppo.World(torch.device("cpu")))
     with pytest.raises(ppo.UserError, match="bootstrap-truncated"):
         ppo.train(ppo.Args(bootstrap_truncated=True))
 

@@ -89,6 +89,15 @@ def test_the_prompt_has_one_bos_with_or_without_template_and_feedback_none(ppo, 
     assert ppo.HFTokenizer(tmp_path).encode_prompt("hello") == [4, *ids_of("hello")]
 
 
+def test_feedback_begins_after_the_stop_token_of_the_response(ppo, tmp_path):
+    """Llama 2's template puts a space before it."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}")  # fmt: skip
+    tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, template))
+    assert tokenizer.encode_feedback("hello") == ids_of("[INST] hello [/INST]")
+
+
 def test_a_conversation_ends_with_its_response(ppo, tmp_path):
     tokenizer, turns = ppo.HFTokenizer(write_tokenizer(tmp_path, CHATML)), [("user", "hello"), ("assistant", "yes")]
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"

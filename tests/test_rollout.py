@@ -297,3 +297,4 @@ def test_stop_ids_end_a_turn_where_they_are_sampled_and_nowhere_else(ppo, tokeni
     assert batch.tokens.tolist() == [[a, eos, b, eos, c, eos], [y, equals, b, y, 0, 0]]
     assert batch.mask.int().tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 0, 0]]
     assert batch.lengths.tolist() == [6, 4] and batch.stop == ["eos", "eos"]
+    assert batch.texts == ["c", ""]  # without a stop token, even if it is not special
