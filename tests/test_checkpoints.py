@@ -137,6 +137,27 @@ def test_a_save_that_fails_leaves_the_checkpoints_before(ppo, whole, tmp_path):
     assert iterations(tmp_path / "run") == [2, 3] and not (tmp_path / "run" / "checkpoints" / "partial").exists()
 
 
+def test_the_error_of_a_rank_is_named_and_not_its_wrapping(ppo):
+    wrapped = ppo.dcp.api.CheckpointException("save", {1: (OSError(errno.ENOSPC, "No space left"), [])})
+    with pytest.raises(ppo.UserError, match=r"^cannot save: OSError: \[Errno 28\] No space left$"), ppo.attempt("save"):
+        raise wrapped
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_run_gracefully_also_if_it_ends_the_reader_of_the_output(ppo, tmp_path):
+    """As in `python ppo_llm.py | tee log`, where the terminal sends it to both."""
+    run = tmp_path / "run"
+    process = start([sys.executable, ppo.__file__, *flags_of(num_iterations=10_000, **KL)], tmp_path)
+    while len(lines(run)) < 2 if (run / "metrics.jsonl").exists() else True:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=60)
+    assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
+    assert iterations(run)[-1] == len(lines(run)) and (run / "model" / "config.json").exists()
+
+
 def test_resume_takes_a_run_by_name_a_folder_or_a_single_checkpoint(ppo, copied, tmp_path):
     before = lines(copied)
     for i, resume in enumerate(("auto", str(copied))):

@@ -186,6 +186,19 @@ def test_slots_go_on_while_an_environment_is_slow(play, monkeypatch, method):
     assert batch.stats["rollout/decode_steps"] >= (5 * 4 + 1 if method == "reset" else 5 * 6)
 
 
+def test_waiting_costs_no_patience_while_nothing_can_decode(play, monkeypatch):
+    class SlowReset(TextEnv):
+        def reset(self, *, seed=None, options=None):
+            time.sleep(0.2)
+            return super().reset(seed=seed)
+
+    left, wait = [], continuous.wait
+    monkeypatch.setattr(continuous, "PATIENCE", 0.1)
+    monkeypatch.setattr(continuous, "wait", lambda episodes, seconds: left.append(seconds) or wait(episodes, seconds))
+    play(continuous, SlowReset, 2, 2)
+    assert len(left) > 2 and left[2] == 0.1
+
+
 @pytest.mark.parametrize("method", ["reset", "step"])
 def test_a_hung_environment_is_named_while_others_play(play, method, monkeypatch):
     class HangsAt(TextEnv):

@@ -189,7 +189,7 @@ def test_joint_loss(tmp_path, monkeypatch):
     assert values[0] == 0 and values[1] > 0 and "score.weight" in changed_names(folder)
     monkeypatch.setitem(sys.modules, "ppo_llm", ppo)
     plain = model_folder(ppo_llm, tmp_path / "plain")
-    with pytest.raises(ppo.UserError, match="score.weight is missing"):
+    with pytest.raises(ppo.UserError, match=r"score\.weight is missing"):
         ppo.build_reward_model(ppo.Args(reward_model=str(plain)), ppo.World(torch.device("cpu")))
     with pytest.raises(ppo.UserError, match="bootstrap-truncated"):
         ppo.train(ppo.Args(bootstrap_truncated=True))

@@ -365,6 +365,22 @@ def test_kl_in_the_loss_leaves_rewards_alone_and_holds_the_actor(run, kind):
     assert 0 <= held.rows[-1]["losses/kl_loss"] < 0.5 * free.rows[-1]["losses/kl_loss"]
 
 
+def test_kl_in_the_loss_is_that_of_the_tokens_in_the_mask_of_the_actor(ppo, tmp_path):
+    """A fork may train the actor on fewer tokens than the experience has."""
+
+    def halved(experience):
+        mask = experience.cpu_mask.clone()
+        mask[:, ::2] = False
+        return dataclasses.replace(experience, cpu_mask=mask)
+
+    every = ppo.minibatches
+    fewer = lambda experience, *args: every(halved(experience), *args)
+    with mock.patch.object(ppo, "minibatches", fewer):
+        seen = record(ppo, tmp_path, num_iterations=1, kl_coef=1.0, kl_in="loss")
+    assert abs(seen.rows[0]["ratio/steps"][0]["kl_loss"]) < 1e-6  # the reference is still the actor
+    assert seen.rows[0]["losses/kl_loss"] > 1e-5
+
+
 def test_reference_starts_as_the_actor_and_takes_it_in_when_asked(ppo, run):
     seen = run(num_iterations=3, kl_coef=0.1, ref_sync_every=2, ref_sync_alpha=0.25)
     actors, references = ([entry[name] for entry in seen.weights] for name in ("actor", "reference"))
