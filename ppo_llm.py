@@ -1796,6 +1796,10 @@ def save_hf_checkpoint(
     path, generation_config = Path(path), tokenizer.folder / "generation_config.json"
     with attempt(f"write {path}"):
         tokenizer.hf.save_pretrained(path)
+        # Transformers 4, on which other tools may rely, does not know the class that 5 names.
+        saved = path / "tokenizer_config.json"
+        config_4 = read_json(saved) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        saved.write_text(json.dumps(config_4, indent=2))
         if generation_config.is_file():
             (path / generation_config.name).write_text(generation_config.read_text())
         safetensors.torch.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -3233,6 +3237,8 @@ def resume(args: Args, checkpointed: dict) -> TrainState:
     """Load the newest checkpoint, if there is one. Raises UserError if it cannot be read."""
     found = checkpoints_to_resume(args)
     if not found:
+        if args.resume:
+            print0(f"--resume auto: {args.run_name} has no checkpoint yet and starts from scratch")
         return TrainState(next_seed=first_prompt(args))
     if "reference" in checkpointed and not (found[0] / "reference").exists():
         raise UserError(f"{found[0]} was saved without a reference: resume it with --kl-coef 0")

@@ -164,6 +164,9 @@ def test_an_export_loads_in_transformers_and_back(ppo, checkpoint, tmp_path, lay
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert_same_tokenizer(ppo.HFTokenizer(tmp_path / "out"), exported)
     assert model.generation_config.eos_token_id == [0, 2]
+    # The name that transformers 5 writes, TokenizersBackend, cannot be loaded by 4.
+    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_the_embedded_model_and_its_tokenizer_load_in_transformers(ppo, tmp_path):
