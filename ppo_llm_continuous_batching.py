@@ -1908,16 +1908,6 @@ def save_hf_checkpoint(
             weights[name] = whole.cpu().contiguous()
     if RANK > 0:
         return
-    path, generation_config = Path(path), tokenizer.folder / "generation_config.json"
-    with attempt(f"write {path}"):
-        tokenizer.hf.save_pretrained(path)
-        # Transformers 4, on which other tools may rely, does not know the class that 5 names.
-        saved = path / "tokenizer_config.json"
-        config_4 = read_json(saved) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        saved.write_text(json.dumps(config_4, indent=2))
-        if generation_config.is_file():
-            (path / generation_config.name).write_text(generation_config.read_text())
-        safetensors.torch.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     dtype = str(weights["model.norm.weight"].dtype).removeprefix("torch.")
     raw = config.raw | {"torch_dtype": dtype, "dtype": dtype}
     if model.head == "scalar":
@@ -1925,7 +1915,17 @@ def save_hf_checkpoint(
         raw["architectures"] = [f"{family}ForSequenceClassification"]
         raw |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}  # transformers counts them
         raw["pad_token_id"] = tokenizer.pad_id  # transformers finds the last token by it
-    (path / "config.json").write_text(json.dumps(raw, indent=2))
+    path, generation_config = Path(path), tokenizer.folder / "generation_config.json"
+    with attempt(f"write {path}"):
+        tokenizer.hf.save_pretrained(path)
+        # Transformers 4, on which other tools may rely, does not know the class that 5 names.
+        saved = path / "tokenizer_config.json"
+        names = read_json(saved) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        saved.write_text(json.dumps(names, indent=2))
+        if generation_config.is_file():
+            (path / generation_config.name).write_text(generation_config.read_text())
+        safetensors.torch.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text(json.dumps(raw, indent=2))
 
 
 # === 8. Text environments ===
@@ -2421,7 +2421,7 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     evidence = ", ".join(f"{k} {x}" for k, x in rounded.items())
     noise = 2 * max(s.first_dev, 1e-6)
     moved = s.post_dev > 5 * noise
-    stuck = s.last_dev <= noise and s.first_dev <= 1e-2
+    stuck = near_one = s.last_dev <= noise  # as near to 1 as the first ratio
     bf16 = "bfloat16" in s.param_dtype + s.compute_dtype
     first_is_off = s.first_kl > 1e-3 if bf16 else s.first_dev > 1e-4
     if bf16:
@@ -2441,9 +2441,9 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
             "look for dropout, a shifted mask, shifted positions, another temperature, or the "
             "sampler's log-probs used as old ones",
         )
-    if s.last_dev <= noise and s.early_stop and s.steps < s.planned:
+    if near_one and s.early_stop and s.steps < s.planned:
         return because("kl_early_stop", "raise --target-kl or lower --actor-lr")
-    if s.steps == 0 or (s.skipped > 0 and (s.last_dev <= noise or math.isnan(s.first_dev))):
+    if s.steps == 0 or (s.skipped > 0 and (near_one or math.isnan(s.first_dev))):
         return because("steps_skipped", "NaN in log-probs? large rewards? If not, lower --actor-lr")
     if stuck and s.planned == s.steps == 1 and moved:
         return because("one_update_by_design", "this is correct; with more epochs the ratio moves")
@@ -2581,9 +2581,9 @@ def describe(error: BaseException) -> str:
 
 
 def print0(text: str) -> None:
-    # Ctrl-C also ends the `tee` that reads the output. The run has to go on all the same.
-    with contextlib.suppress(BrokenPipeError):
-        if RANK == 0:
+    if RANK == 0:
+        # Ctrl-C also ends the `tee` that reads the output. The run has to go on all the same.
+        with contextlib.suppress(BrokenPipeError):
             print(text, flush=True)
 
 
@@ -3283,7 +3283,7 @@ class RunFolder:
         if RANK > 0:
             return
         # After a failure, for example because the disk is full, its error is the one to see.
-        with contextlib.suppress(*([OSError] if kind else [])):
+        with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
             (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2))
             for file in (self.writer, *self.files.values()):
                 file.close()

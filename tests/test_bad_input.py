@@ -189,8 +189,8 @@ def test_reward_function_that_cannot_be_imported(ppo, tmp_path, reward, part):
     ("return float('inf'), True", "step() returned ('', inf, "),
     ("return 1.0, True, 2", "step() returned ('', (1.0, True, 2), "),
     ("import time; time.sleep(20)", "step() gave no answer within --env-timeout 1 s"),
-    ("import multiprocessing; raise multiprocessing.TimeoutError('sandbox')",  # its own, and not that of --env-timeout
-     "step() raised TimeoutError: sandbox (/x/judge.py, line 2)"),
+    ("import multiprocessing; raise multiprocessing.TimeoutError('compiler')",  # its own, and not that of --env-timeout
+     "step() raised TimeoutError: compiler (/x/judge.py, line 2)"),
 ])  # fmt: skip
 def test_reward_function_that_fails_is_named_with_sample_and_prompt(ppo, tmp_path, monkeypatch, body, part):
     judge = types.ModuleType("judge")
