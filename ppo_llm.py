@@ -1819,11 +1819,12 @@ def save_hf_checkpoint(
 #     reset(seed=...) -> (prompt, info)
 #     step(response) -> (text, reward, terminated, truncated, info)
 #
-# The same seed must always give the same prompt. Evaluations use the seeds from 0 on; training uses
-# consecutive seeds that start at a large number, which depends on --seed. If the episode goes on,
-# `text` is the next prompt. info["demonstration"] of reset is an answer to learn in the warm start.
-# info["success"] of the last step counts for accuracy. info["rewards"] of a step may hold dense
-# rewards in addition to `reward`: [(end, reward), ...], each for the characters response[:end].
+# The same seed must always give the same prompt and demonstration, since every rank asks for them
+# itself. Evaluations use the seeds from 0 on; training uses consecutive seeds that start at a large
+# number, which depends on --seed. If the episode goes on, `text` is the next prompt.
+# info["demonstration"] of reset is an answer to learn in the warm start. info["success"] of the
+# last step counts for accuracy. info["rewards"] of a step may hold dense rewards in addition to
+# `reward`: [(end, reward), ...], each for the characters response[:end].
 # FORK: if the prompts are in a file and episodes have one turn, write a reward function and pass it
 # to Prompts-v0. Otherwise write an environment like these and pass --env-id my_module:MyEnv-v0.
 
@@ -2425,8 +2426,9 @@ def diagnose_values(signals: dict) -> Diagnosis:
     if s.last_reward_weight < 0.01 and s.explained_variance < 0.2:
         return because(
             "lambda_hides_reward",
-            "early tokens learn nothing from a reward at the end: raise --gae-lambda, and also "
-            "--critic-lambda, without which the critic does not predict that reward early, either",
+            "early tokens learn nothing from a reward at the end: raise --gae-lambda, or --gamma if it "
+            "is below 1, and also --critic-lambda, without which the critic does not predict that "
+            "reward early, either",
         )
     return because(None)
 
@@ -3014,7 +3016,6 @@ class TrainState:
     value_distance: float = math.inf  # see diagnose_values
     return_scale: float = 0.0  # see diagnose_values
     eval_before: dict | None = None
-    file_sizes: dict = field(default_factory=dict)  # of *.jsonl, in bytes
 
     def end_iteration(
         self, args: Args, actor_stats: list[dict], critic_stats: list[dict]
@@ -3083,11 +3084,11 @@ class RunFolder:
             if config.exists():  # it stays; that of the resumed run is beside it
                 config = self.path / f"config_{state.iteration:06d}.json"
             config.write_text(json.dumps({"args": vars(args), "argv": sys.argv}, indent=2))
-        names = ("metrics", "completions")
-        self.files = {name: open(self.path / f"{name}.jsonl", "a") for name in names}
-        for name, file in self.files.items():
-            size = state.file_sizes.get(name, 0)
-            file.truncate(min(size, file.tell()))  # what came after will be written again
+            self.files = {}
+            for name in ("metrics", "completions"):
+                path = self.path / f"{name}.jsonl"
+                self.files[name] = open(path, "a")
+                self.files[name].truncate(size_of_lines_before(state.iteration, path))
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
 
     def __enter__(self) -> RunFolder:
@@ -3129,7 +3130,7 @@ class RunFolder:
                 self.writer.add_scalar(name, value, i)
         for k in range(min(4, len(experience))):
             self.append("completions", {
-                "step": i,
+                "iteration": i,
                 "prompt": batch.prompts[k],
                 "response": batch.texts[k],
                 "stop": batch.stop[k],
@@ -3174,6 +3175,20 @@ class RunFolder:
                 file.close()
 
 
+def size_of_lines_before(iteration: int, path: Path) -> int:
+    """Bytes of the first lines of metrics.jsonl or completions.jsonl, those of earlier iterations.
+
+    What follows them was logged after the checkpoint that is resumed, and will be logged again.
+    """
+    size = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        is_complete = line.endswith(b"\n")  # not so if the disk was full
+        if not is_complete or json.loads(line)["iteration"] >= iteration:
+            break
+        size += len(line)
+    return size
+
+
 def checkpoint_tensors(model, optimizer) -> dict[str, dict[str, Tensor]]:
     """{"weights": {name: tensor}} and, after a step, AdamW's "exp_avg", "exp_avg_sq" and "step"."""
     tensors = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
@@ -3204,19 +3219,18 @@ def save_checkpoint(
         world.barrier()
         if RANK > 0:
             return
-        state.file_sizes = {name: file.tell() for name, file in run.files.items()}
         found = partial.rglob("*.safetensors")
         files = {str(file.relative_to(partial)): file.stat().st_size for file in found}
         content = {"state": vars(state), "args": vars(args), "files": files}
         (partial / "state.json").write_text(json.dumps(content))
         partial.rename(path)
-        for old in sorted(path.parent.glob("iter_*"), reverse=True)[args.keep_checkpoints :]:
-            shutil.rmtree(old)
     except (OSError, dcp.api.CheckpointException) as error:
         if RANK == 0:
             shutil.rmtree(partial, ignore_errors=True)
         failed = f"{path} cannot be written, earlier ones are intact: {describe(error)}"
         raise UserError(f"{failed}; make room and --resume the run") from error
+    for old in sorted(path.parent.glob("iter_*"), reverse=True)[args.keep_checkpoints :]:
+        shutil.rmtree(old, ignore_errors=True)  # one that cannot be removed now may be later
     print0(f"saved {path}")
 
 

@@ -148,7 +148,7 @@ def ppo(folder: str, count: int, kl_coef: float, seed: int) -> None:
             "critic/explained_variance", "objective/response_tokens")  # fmt: skip
     answers = [json.loads(line) for line in (FOLDER / name / "completions.jsonl").read_text().splitlines()]
     rows = [{key: row.get(key) for key in keep} for row in lines]
-    answers = [answer for answer in answers if answer["step"] in (0, 7, 15, 23)]
+    answers = [answer for answer in answers if answer["iteration"] in (0, 7, 15, 23)]
     run = {"pairs": count, "kl_coef": kl_coef, "seed": seed, "rows": rows, "answers": answers}
     with open(RESULTS, "a") as file:
         file.write(json.dumps(run) + "\n")
@@ -185,7 +185,7 @@ def plot() -> None:
     for run in runs:
         if run["seed"] == 1:
             for answer in run["answers"]:
-                common.line([run["pairs"], run["kl_coef"], answer["step"], answer["prompt"],
+                common.line([run["pairs"], run["kl_coef"], answer["iteration"], answer["prompt"],
                              answer["response"].replace("\n", " ").replace("|", "/"), f"{answer['reward']:.2f}",
                              f"{sentiment(answer['response']):.2f}"])  # fmt: skip
 

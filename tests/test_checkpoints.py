@@ -137,6 +137,13 @@ def test_a_save_that_fails_leaves_the_checkpoints_before(ppo, whole, tmp_path):
     assert iterations(tmp_path / "run") == [2, 3] and not (tmp_path / "run" / "checkpoints" / "partial").exists()
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(ppo, whole, tmp_path):
+    with mock.patch.object(ppo.os, "rmdir", side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")):  # as on NFS
+        run = train(ppo, tmp_path, **KL)
+    assert iterations(run) == [1, 2, 3]
+    assert_same(whole(**KL), run)
+
+
 def test_the_error_of_a_rank_is_named_and_not_its_wrapping(ppo):
     wrapped = ppo.dcp.api.CheckpointException("save", {1: (OSError(errno.ENOSPC, "No space left"), [])})
     with pytest.raises(ppo.UserError, match=r"^cannot save: OSError: \[Errno 28\] No space left$"), ppo.attempt("save"):
@@ -167,13 +174,29 @@ def test_resume_takes_a_run_by_name_a_folder_or_a_single_checkpoint(ppo, copied,
     flags = WARMUP | dict(resume=str(single), run_name="new", num_iterations=5)
     new = train(ppo, tmp_path, **flags)  # with logs of its own
     assert without_clock(lines(new)) == without_clock(lines(copied)[4:])
-    assert {line["step"] for line in lines(new, "completions")} == {4}
+    assert {line["iteration"] for line in lines(new, "completions")} == {4}
     with pytest.raises(ppo.UserError, match=r"--run-name: \S*new exists"):
         train(ppo, tmp_path, **flags)
     with pytest.raises(ppo.UserError, match="--run-name: --resume with the folder of a run continues that run"):
         train(ppo, tmp_path, resume=str(copied), run_name="newer")
     with pytest.raises(ppo.UserError, match=r"--resume \S*nowhere: no checkpoint"):
         train(ppo, tmp_path, resume=str(tmp_path / "nowhere"), run_name="newer")
+
+
+def test_a_run_that_starts_from_a_copied_checkpoint_logs_each_iteration_once(ppo, copied, tmp_path):
+    """Also if it ends before its first checkpoint: what it had logged is shorter than the log of the run before."""
+    run, flags = tmp_path / "b", WARMUP | dict(run_name="b", num_iterations=6, save_every=50)
+    shutil.copytree(newest(copied), run / "checkpoints" / "iter_000003")
+    power_cut = mock.Mock(side_effect=RuntimeError("power cut"))
+    for _ in range(2):
+        with on_call(ppo, "compute_gae", 4, power_cut), pytest.raises(RuntimeError, match="power cut"):
+            train(ppo, tmp_path, resume="auto", **flags)
+        assert [row["iteration"] for row in lines(run)] == [3]
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 4, "obj')  # as when the disk is full
+    train(ppo, tmp_path, resume="auto", **flags)
+    assert [row["iteration"] for row in lines(run)] == [3, 4, 5]
+    assert {row["iteration"] for row in lines(run, "completions")} == {3, 4, 5}
 
 
 def test_a_resume_under_other_flags_says_which_and_keeps_the_first_configuration(ppo, copied, tmp_path, capsys):

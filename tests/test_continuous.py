@@ -196,7 +196,28 @@ def test_waiting_costs_no_patience_while_nothing_can_decode(play, monkeypatch):
     monkeypatch.setattr(continuous, "PATIENCE", 0.1)
     monkeypatch.setattr(continuous, "wait", lambda episodes, seconds: left.append(seconds) or wait(episodes, seconds))
     play(continuous, SlowReset, 2, 2)
-    assert len(left) > 2 and left[2] == 0.1
+    assert left[0] == 0.1
+
+
+def test_rows_that_could_decode_wait_no_longer_than_patience_says(play, monkeypatch):
+    """Also if none of them is decoding: all responses are equally long, and one of four environments is slow."""
+    class Slow(TextEnv):
+        def turn(self, response):
+            time.sleep(0.2 * (self.seed % 4 == 0))
+            return super().turn(response)
+
+    waited, wait = [], continuous.wait
+
+    def timed(*args):
+        start = time.monotonic()
+        left = wait(*args)
+        waited.append(time.monotonic() - start)
+        return left
+
+    monkeypatch.setattr(continuous, "PATIENCE", 0.1)
+    monkeypatch.setattr(continuous, "wait", timed)
+    play(continuous, Slow, 24, 4, lengths=[5] * 24)
+    assert 0.1 < sum(waited) < 0.3
 
 
 @pytest.mark.parametrize("method", ["reset", "step"])

@@ -105,8 +105,8 @@ def saw(folder, name):
 
 def same_run(run, expected, after=0):
     """Of two run folders, from iteration `after` on."""
-    texts = ("step", "prompt", "response", "stop", "n_tokens")
-    a, b = ([[row[name] for name in texts] for row in lines(path, "completions") if row["step"] >= after]
+    texts = ("iteration", "prompt", "response", "stop", "n_tokens")
+    a, b = ([[row[name] for name in texts] for row in lines(path, "completions") if row["iteration"] >= after]
             for path in (run, expected))  # fmt: skip
     assert a == b != []
     rows = lines(expected)[after:]

@@ -76,7 +76,7 @@ def test_the_score_is_in_all_rewards(ppo, folder, tmp_path, env):
         torch.testing.assert_close(run.experiences[i].sample_rewards, rewards.sum(1), rtol=0, atol=1e-5)
         assert row["objective/reward"] == pytest.approx(float(rewards.sum(1).mean()), abs=1e-5)
         assert row["objective/accuracy"] == float((batch.rewards.sum(1) > 0).float().mean())
-        of_lines = [line["reward"] for line in logged if line["step"] == i]
+        of_lines = [line["reward"] for line in logged if line["iteration"] == i]
         assert of_lines == pytest.approx(rewards.sum(1)[:4].tolist(), abs=1e-5)
     assert [greedy for *_, greedy in run.evaluations] == [False, True, False, True]
     for when, (batch, *_) in zip(("before", "after"), run.evaluations[::2], strict=True):

@@ -546,7 +546,7 @@ def test_run_folder_holds_what_it_should(ppo, tmp_path):
     assert args["critic_lr"] == 1e-3 and args["rollout_batch_size"] == 12  # with what None has become
     completions = lines(folder, "completions")
     assert len(completions) == 2 * 4 and completions[0]["prompt"] == seen.batches[0].prompts[0]
-    assert set(completions[0]) == {"step", "prompt", "response", "reward", "stop", "n_tokens", "kl"}
+    assert set(completions[0]) == {"iteration", "prompt", "response", "reward", "stop", "n_tokens", "kl"}
     events = EventAccumulator(str(folder)).Reload()
     for name in ("objective/reward", "losses/value_loss", "ratio/last_dev"):
         assert [x.value for x in events.Scalars(name)] == pytest.approx([row[name] for row in seen.rows])
