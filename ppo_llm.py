@@ -323,12 +323,12 @@ DEFAULTS = {  # of flags whose default depends on --model: (without it, with it)
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of x over the mask, 0 if the mask is empty. Outside the mask x may be NaN."""
-    return torch.where(mask.bool(), x, 0.0).sum() / mask.sum().clamp(min=1)
+    return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere."""
-    centered = torch.where(mask.bool(), x - masked_mean(x, mask), 0.0)
+    centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
     return centered * torch.rsqrt(variance + 1e-8)
 
@@ -346,7 +346,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     return torch.exp(-logratio) - 1 + logratio
 
 
-def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tuple[Tensor, Tensor]:
+def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=0.0) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
 
     The sampled tokens of a row are one trajectory; the environment's text between them is skipped.
@@ -354,10 +354,8 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=None) -> tup
     [B] is V of the state after the last token, by default 0. Returns advantages and returns, [B, T]
     each and 0 outside the mask. Rewards outside the mask are ignored; make_experience refuses them.
     """
-    mask = mask.bool()
     values = torch.where(mask, values, 0.0)
-    nextvalues = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap  # [B]
-    lastgaelam = torch.zeros_like(values[:, 0])
+    nextvalues, lastgaelam = bootstrap, 0.0  # from here on [B]
     advantages = torch.zeros_like(values)
     for t in reversed(range(mask.shape[1])):
         # If token t was not sampled, it is skipped: lastgaelam and nextvalues stay as they are.
@@ -380,7 +378,6 @@ def policy_loss(
     to that of the minibatch, and so do their gradients. The statistics do not depend on `denom`:
     they are means over the mask, except `dev_max`, the largest |ratio - 1|.
     """
-    mask = mask.bool()
     mask_size = mask.sum().clamp(min=1)
     advantages = torch.where(mask, advantages, 0.0)
     logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)  # exp stays finite
@@ -409,7 +406,6 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 
     A sum over the mask divided by `denom`, as in policy_loss.
     """
-    mask = mask.bool()
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     losses = (values - returns).square()
     if clip is not None:
@@ -515,7 +511,7 @@ def train(args: Args) -> dict:
             actor_stats = []  # of each optimizer step
             early_stop = None  # statistics of the minibatch at which --target-kl ended the epochs
             # Copies some of the actor's weights, so that the diagnosis sees how far they move.
-            probe = RatioProbe(actor, plan, args, world)
+            weights_before = some_weights(actor)
             for n_tokens, minibatch in minibatches(experience, epochs, args, world):
                 loss_denom = n_tokens  # FORK: loss normalization, see `minibatches`.
                 stats = StepStats(n_tokens, world)
@@ -558,7 +554,8 @@ def train(args: Args) -> dict:
                 sync_reference(reference, actor, args.ref_sync_alpha)
             interrupt = run.received_signal()
             clock.end("hand_over")
-            diagnosis = probe.diagnose(experience, actor_stats, early_stop, state)
+            diagnosis = diagnose_actor(actor, weights_before, experience, actor_stats, early_stop,
+                                       plan, state, args, world)  # fmt: skip
             critic_diagnosis = diagnose_critic(critic, experience, critic_stats, state, args, world)
             clock.end("diagnose")
             run.log(batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis,
@@ -569,8 +566,8 @@ def train(args: Args) -> dict:
             if interrupt or state.is_due_for_saving(args):
                 save_checkpoint(run, checkpointed, state, args, world)
 
-        save_hf_checkpoint(actor, actor.config, tokenizer, run.path / "model")
-        save_hf_checkpoint(critic, critic.config, tokenizer, run.path / "critic")
+        save_hf_checkpoint(actor, tokenizer, run.path / "model")
+        save_hf_checkpoint(critic, tokenizer, run.path / "critic")
         world.barrier()  # torchrun kills all ranks as soon as one exits with a nonzero code
         if interrupt:
             raise SystemExit(128 + interrupt)
@@ -855,7 +852,7 @@ def make_experience(
     #     those of a sample do not depend on its minibatch; returns are not.
     # FORK: advantages.
     values = forward_all(lambda mb: sampled_values(critic, mb), experience, args, world)
-    bootstrap = None  # the return of a truncated sample ends with 0, like that of a complete one
+    bootstrap = 0.0  # the return of a truncated sample ends with 0, like that of a complete one
     if args.bootstrap_truncated:
         # [N, T] the value of the state after each token; sampled_values gives that before it.
         state_values = lambda mb: critic(critic_tokens(critic, mb))
@@ -1094,7 +1091,7 @@ def begin_turn(
 
     The newest token does not go into the cache: it is the input of the first decode step.
     """
-    ids = padded([e.ids for e in playing.values()], 0)
+    ids = padded([e.ids for e in playing.values()])
     table = torch.tensor([(row, len(e.ids), e.limit, e.cached) for row, e in playing.items()])
     rows, length, limit, cached = table.to(slots.tokens.device).T  # [R] each, in one upload
     slots.tokens[rows, : ids.shape[1]] = ids.to(rows.device)
@@ -1191,10 +1188,10 @@ def to_rollout(
 ) -> Rollout:
     """The episodes as rows of tensors."""
     return Rollout(
-        tokens=padded([e.ids for e in episodes], 0),
-        mask=padded([e.mask for e in episodes], False),
-        logprobs=padded([e.logprobs for e in episodes], 0.0),
-        rewards=padded([e.rewards for e in episodes], 0.0),
+        tokens=padded([e.ids for e in episodes]),
+        mask=padded([e.mask for e in episodes]),
+        logprobs=padded([e.logprobs for e in episodes]),
+        rewards=padded([e.rewards for e in episodes]),
         lengths=torch.tensor([len(e.ids) for e in episodes]),
         stop=[e.stop for e in episodes],
         texts=[tokenizer.decode(e.ids[e.prompt_length :]) for e in episodes],
@@ -1207,10 +1204,9 @@ def to_rollout(
     )
 
 
-def padded(rows: list[list], blank: float) -> Tensor:
-    """[N, T] on the CPU, padded on the right with `blank`."""
-    T = max(map(len, rows))
-    return torch.tensor([row + [blank] * (T - len(row)) for row in rows])
+def padded(rows: list) -> Tensor:
+    """[N, T] of N rows, which are lists or tensors, padded on the right with 0."""
+    return nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
 
 
 def play(sampler, tokenizer, envs, seeds, iteration, args, world, greedy=False) -> Rollout:
@@ -1372,8 +1368,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, self.Hkv * self.D, bias=config.qkv_bias)
         self.o_proj = nn.Linear(self.H * self.D, hidden, bias=config.o_bias)
-        self.q_norm = nn.RMSNorm(self.D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        norm = nn.RMSNorm if config.qk_norm else nn.Identity  # which ignores its arguments
+        self.q_norm = norm(self.D, config.rms_norm_eps)
+        self.k_norm = norm(self.D, config.rms_norm_eps)
 
     def forward(self, x, cos, sin, packing=None, cache=None, positions=None, mask=None):
         q = self.q_proj(x).unflatten(-1, (self.H, self.D))  # [..., H, D]
@@ -1521,7 +1518,7 @@ class KVCache:
         self.scratch = size
         self.attend = round_up(size + 1)  # attention reads the positions below this one
         self.rows = torch.arange(rows, device=device)  # the rows that the next forward computes
-        self.all_rows = True
+        self.read = slice(None)  # the same rows, for reading; a slice does not copy
         shape = (rows, config.num_key_value_heads, self.attend, config.head_dim)
         zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
         self.layers = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
@@ -1531,7 +1528,7 @@ class KVCache:
         view = copy.copy(self)
         view.attend = min(round_up(attend), self.attend)
         if rows is not None:
-            view.rows, view.all_rows = rows, False
+            view.rows = view.read = rows
         return view
 
     def attention_mask(self, positions: Tensor) -> Tensor:
@@ -1544,8 +1541,7 @@ class KVCache:
         keys, values = self.layers[layer]
         keys[self.rows[:, None], :, positions] = k
         values[self.rows[:, None], :, positions] = v
-        rows = slice(None) if self.all_rows else self.rows  # a slice does not copy
-        return keys[rows, :, : self.attend], values[rows, :, : self.attend]
+        return keys[self.read, :, : self.attend], values[self.read, :, : self.attend]
 
 
 def round_up(n: int, unit: int = 16) -> int:
@@ -1725,6 +1721,10 @@ def load_config(folder: str | Path) -> ModelConfig:
         return ModelConfig.from_hf(raw)
 
 
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2))
+
+
 def load_config_and_tokenizer(folder: str):
     """Load both from a folder. Raises UserError if the tokenizer has ids that the model lacks."""
     config, tokenizer = load_config(folder), HFTokenizer(folder)
@@ -1767,7 +1767,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: str | Path, optional=frozen
         reader = dcp.HuggingFaceStorageReader(str(folder))
         saved = {name: x.size for name, x in reader.read_metadata().state_dict_metadata.items()}
         differ = []
-        for name in sorted(saved.keys() | tensors.keys() - set(optional)):
+        for name in sorted(saved.keys() | tensors.keys()):
             there = list(saved[name]) if name in saved else "missing"
             here = list(tensors[name].shape) if name in tensors else "missing"
             may_be_missing = name in optional or "rotary_emb" in name
@@ -1780,7 +1780,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: str | Path, optional=frozen
 
 
 def save_hf_checkpoint(
-    model: Transformer, config: ModelConfig, tokenizer: HFTokenizer, path: str | Path
+    model: Transformer, tokenizer: HFTokenizer, path: str | Path
 ) -> None:
     """Write a folder that transformers can load: a language model or, of a critic, a classifier.
 
@@ -1794,7 +1794,7 @@ def save_hf_checkpoint(
     if RANK > 0:
         return
     dtype = str(weights["model.norm.weight"].dtype).removeprefix("torch.")
-    raw = config.raw | {"torch_dtype": dtype, "dtype": dtype}
+    raw = model.config.raw | {"torch_dtype": dtype, "dtype": dtype}
     if model.head == "scalar":
         family = raw["model_type"].capitalize()  # Llama, Qwen2, Qwen3
         raw["architectures"] = [f"{family}ForSequenceClassification"]
@@ -1806,11 +1806,11 @@ def save_hf_checkpoint(
         # Transformers 4, on which other tools may rely, does not know the class that 5 names.
         saved = path / "tokenizer_config.json"
         names = read_json(saved) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        saved.write_text(json.dumps(names, indent=2))
+        write_json(saved, names)
         if generation_config.is_file():
             (path / generation_config.name).write_text(generation_config.read_text())
         safetensors.torch.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-        (path / "config.json").write_text(json.dumps(raw, indent=2))
+        write_json(path / "config.json", raw)
 
 
 # === 8. Text environments ===
@@ -2042,17 +2042,12 @@ class Clock:
     """Seconds that the phases of an iteration take."""
 
     def __init__(self):
-        self.started = self.last = time.time()
-        self.phases = {}
+        self.last, self.phases = time.time(), {}
 
     def end(self, phase: str) -> None:
         now = time.time()
         self.phases[phase] = now - self.last
         self.last = now
-
-    @property
-    def seconds(self) -> float:
-        return self.last - self.started
 
 
 class StepStats:
@@ -2069,9 +2064,8 @@ class StepStats:
         self.sums, self.maxima = {}, {}
 
     def add_loss_terms(self, **terms: Tensor) -> None:
-        """Terms of the loss of a microbatch."""
-        for name, x in terms.items():
-            self.sums[name] = self.sums.get(name, 0.0) + x.detach().double()
+        """Terms of the loss of a microbatch. They count like means over the whole minibatch."""
+        self.add_means(self.n_tokens, **terms)
 
     def add_means(self, n_tokens: int, **means: Tensor) -> None:
         """Means, and maxima, over a microbatch with `n_tokens` sampled tokens."""
@@ -2104,7 +2098,7 @@ def metrics(
     state, args, batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis, clock
 ) -> dict:
     """A line of metrics.jsonl. Means over steps are weighted by tokens, without skipped steps."""
-    N, mask = len(experience), experience.mask
+    N, mask, seconds = len(experience), experience.mask, sum(clock.phases.values())
     row = {
         "iteration": state.iteration,
         "charts/episodes": (state.iteration + 1) * N,
@@ -2115,14 +2109,13 @@ def metrics(
         "objective/entropy": -float(masked_mean(experience.old_logprobs, mask)),
         "objective/truncated": sum(stop != "eos" for stop in batch.stop) / N,
         "objective/kl": float(experience.kls.mean()) if args.kl_coef else None,
-        "time/iteration": clock.seconds,
-        "perf/response_tokens_per_second": experience.n_tokens / clock.seconds,
+        "time/iteration": seconds,
+        "perf/peak_memory_bytes": torch.cuda.max_memory_allocated() or None,  # 0 without a GPU
+        "perf/response_tokens_per_second": experience.n_tokens / seconds,
     }
     row |= {f"critic/{name}": value for name, value in critic_diagnosis.signals.items()}
     row["critic/diagnosis"] = critic_diagnosis.cause
-    if torch.cuda.is_initialized():
-        row["perf/peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-    row |= {f"time/{phase}": seconds for phase, seconds in clock.phases.items()}
+    row |= {f"time/{phase}": passed for phase, passed in clock.phases.items()}
     row |= {f"ratio/{name}": value for name, value in diagnosis.signals.items()}
     row["ratio/diagnosis"] = diagnosis.cause
     row["ratio/steps"] = actor_stats  # the statistics of each step take the place of their number
@@ -2211,100 +2204,88 @@ class Diagnosis:
 
     cause: str | None  # None: healthy
     advice: str
-    evidence: str
     signals: dict  # see diagnose_ratio and diagnose_values
-    is_first: bool = False  # of the run
+
+    @property
+    def evidence(self) -> str:
+        rounded = lambda x: f"{x:.2g}" if isinstance(x, float) else x
+        return ", ".join(f"{name} {rounded(x)}" for name, x in self.signals.items())
 
     def refuse_broken_ratio(self) -> None:
         """End the run if its first updates were made with a ratio that did not begin at 1."""
         # A mean over tokens: a single token may be far off by rounding.
-        broken = self.cause == "forward_mismatch" and self.signals["first_kl"] > 1e-3
-        if broken and self.is_first:
+        is_broken = self.cause == "forward_mismatch" and self.signals["first_kl"] > 1e-3
+        if is_broken and self.signals["steps_before"] == 0:
             raise UserError(f"the first ratio is off: {self.advice} ({self.evidence})")
 
 
-class RatioProbe:
-    """Observes an actor over its updates of an iteration, for the diagnosis of the ratio."""
-
-    def __init__(self, actor: Transformer, plan: Plan, args: Args, world: World):
-        """Before the updates."""
-        self.actor, self.plan, self.args, self.world = actor, plan, args, world
-        self.weights = self.some_weights()
-
-    def some_weights(self) -> Tensor:
-        """Up to 16,384 elements of this rank's part of every weight, in one tensor."""
-        weights = [local_tensor(p).detach() for p in self.actor.parameters()]
-        return torch.cat([p.flatten()[:: 1 + p.numel() // 2**14] for p in weights])
-
-    def diagnose(
-        self, experience: Experience, steps: list[dict], early_stop: dict | None, state: TrainState
-    ) -> Diagnosis:
-        """After the updates, with their statistics and those of the minibatch of an early stop."""
-        warmup = state.iteration < self.args.critic_warmup_iterations
-        made = [step for step in steps if not step["skipped"]]
-        nothing = {"dev_max": 0.0, "approx_kl": 0.0, "out_of_clip": 0.0}
-        seen = steps or [early_stop or nothing]  # if no step was made, there is still a first ratio
-        first, last = seen[0], seen[-1]
-        gap = (experience.logprobs - experience.old_logprobs).abs()
-        signals = {
-            "first_dev": first["dev_max"],
-            "first_kl": first["approx_kl"],
-            "last_dev": last["dev_max"],
-            "out_of_clip": last["out_of_clip"],
-            "lr": last.get("lr", 0.0),
-            "tokens": experience.n_tokens,
-            "steps": len(made),
-            "skipped": len(steps) - len(made),
-            "planned": self.plan.update_steps,
-            "early_stop": early_stop and early_stop["approx_kl"],
-            "grad_norm": token_mean(made, "grad_norm") or 0.0,
-            "adv_raw_std": experience.advantage_std,
-            "sampler_diff": float(masked_mean(gap, experience.mask)),
-            "compute_dtype": self.args.dtype,
-            "phase": "critic_warmup" if warmup else "train",
-        }
-        signals |= self.change_of_weights() | self.change_of_logprobs(experience)
-        diagnosis = diagnose_ratio(signals)
-        diagnosis.is_first = state.actor_steps == len(steps)
-        return diagnosis
-
-    def change_of_weights(self) -> dict:
-        weights = self.some_weights()
-        change = (weights - self.weights).double()
-        sums = (change != 0).double(), torch.ones_like(change), change**2, weights.double() ** 2
-        sums = torch.stack(sums).sum(1).to(self.world.device)
-        changed, probed, update, weight = self.world.all_reduce(sums).tolist()
-        return {
-            "changed_frac": changed / max(1, probed),
-            "update_norm": update**0.5,
-            "param_norm": weight**0.5,
-            "param_dtype": str(weights.dtype),
-        }
-
-    def change_of_logprobs(self, experience: Experience) -> dict:
-        """How the updates changed the log-probs of the first eighth of the samples."""
-        some = experience[torch.arange(max(1, len(experience) // 8))]
-        newlogprobs = logprobs_of_all(self.actor, some, self.args, self.world)
-        logratio = (newlogprobs - some.old_logprobs)[some.mask]  # [n]
-        drift = logratio * some.advantages[some.mask].sign()  # [n], > 0: moved as it should
-        n = len(logratio)
-        return {
-            "post_dev": float(logratio.expm1().abs().max()) if n else 0.0,
-            "signed_t": float(drift.mean() / (drift.std() + 1e-12)) * n**0.5 if n > 1 else 0.0,
-        }
+def some_weights(actor: Transformer) -> Tensor:
+    """A copy of up to 16,384 elements of this rank's part of every weight, in one tensor."""
+    weights = [local_tensor(p).detach() for p in actor.parameters()]
+    return torch.cat([p.flatten()[:: 1 + p.numel() // 2**14] for p in weights])
 
 
-def diagnose_ratio(signals: dict) -> Diagnosis:
-    """The first of the causes below that fits the signals (see RatioProbe).
+def diagnose_actor(
+    actor, weights_before, experience, steps, early_stop, plan, state, args, world
+) -> Diagnosis:
+    """Diagnose the ratio after the actor's updates, with a forward pass of some samples.
+
+    `weights_before` are those of some_weights before the updates; `steps` and `early_stop` are the
+    statistics of the updates and of the minibatch at which --target-kl ended them.
+    """
+    made = [step for step in steps if not step["skipped"]]
+    nothing = {"dev_max": 0.0, "approx_kl": 0.0, "out_of_clip": 0.0}
+    seen = steps or [early_stop or nothing]  # if no step was made, there is still a first ratio
+    first, last = seen[0], seen[-1]
+    gap = (experience.logprobs - experience.old_logprobs).abs()
+    # --- How the updates changed the weights
+    weights = some_weights(actor)
+    change = (weights - weights_before).double()
+    sums = (change != 0).double(), torch.ones_like(change), change**2, weights.double() ** 2
+    sums = torch.stack(sums).sum(1).to(world.device)
+    changed, probed, update, weight = world.all_reduce(sums).tolist()
+    # --- How they changed the log-probs of the first eighth of the samples
+    some = experience[torch.arange(max(1, len(experience) // 8))]
+    newlogprobs = logprobs_of_all(actor, some, args, world)
+    logratio = (newlogprobs - some.old_logprobs)[some.mask]  # [n]
+    drift = logratio * some.advantages[some.mask].sign()  # [n], > 0: moved as it should
+    n = len(logratio)
+    signals = {
+        "first_dev": first["dev_max"],
+        "first_kl": first["approx_kl"],
+        "last_dev": last["dev_max"],
+        "out_of_clip": last["out_of_clip"],
+        "lr": last.get("lr", 0.0),
+        "tokens": experience.n_tokens,
+        "steps": len(made),
+        "skipped": len(steps) - len(made),
+        "steps_before": state.actor_steps - len(steps),  # in earlier iterations
+        "planned": plan.update_steps,
+        "early_stop": early_stop and early_stop["approx_kl"],
+        "grad_norm": token_mean(made, "grad_norm") or 0.0,
+        "adv_raw_std": experience.advantage_std,
+        "sampler_diff": float(masked_mean(gap, experience.mask)),
+        "compute_dtype": args.dtype,
+        "phase": "critic_warmup" if state.iteration < args.critic_warmup_iterations else "train",
+        "changed_frac": changed / probed,
+        "update_norm": update**0.5,
+        "param_norm": weight**0.5,
+        "param_dtype": str(weights.dtype),
+        "post_dev": float(logratio.expm1().abs().max()) if n else 0.0,
+        "signed_t": float(drift.mean() / (drift.std() + 1e-12)) * n**0.5 if n > 1 else 0.0,
+    }
+    return Diagnosis(*diagnose_ratio(signals), signals)
+
+
+def diagnose_ratio(signals: dict) -> tuple[str | None, str]:
+    """Cause and advice: the first cause below that fits the signals (see diagnose_actor).
 
     first_dev, last_dev and post_dev are max |ratio - 1| on the first minibatch, on the last one,
     and with the updated actor; first_kl is the approximate KL on the first minibatch, a mean over
     tokens. In bfloat16 the maxima are mostly rounding. There, signed_t says whether the policy
     moved: it is how far the log-probs moved in the direction of the advantages, in standard errors.
     """
-    s = types.SimpleNamespace(**{"first_kl": 0.0} | signals)
-    rounded = {k: f"{x:.2g}" if isinstance(x, float) else x for k, x in signals.items()}
-    evidence = ", ".join(f"{k} {x}" for k, x in rounded.items())
+    s = types.SimpleNamespace(**signals)
     noise = 2 * max(s.first_dev, 1e-6)
     moved = s.post_dev > 5 * noise
     stuck = near_one = s.last_dev <= noise  # as near to 1 as the first ratio
@@ -2313,45 +2294,44 @@ def diagnose_ratio(signals: dict) -> Diagnosis:
     if bf16:
         moved = s.signed_t > 3
         stuck = not moved or s.steps <= 1 or s.last_dev <= 2e-6
-        evidence += "" if moved else " (undecided: bfloat16 noise)"
-    because = lambda cause, advice="": Diagnosis(cause, advice, evidence, signals)
+        if not moved:
+            signals["undecided"] = "bfloat16 noise"
 
     if s.phase == "critic_warmup":
-        return because("critic_warmup", "see --critic-warmup-iterations")
+        return "critic_warmup", "see --critic-warmup-iterations"
     if s.tokens == 0:
-        return because("empty_mask", "no token was sampled: check --max-new-tokens, eos, mask")
+        return "empty_mask", "no token was sampled: check --max-new-tokens, eos, mask"
     # None of the causes of a ratio that stays at 1 explains a first ratio that is off.
     if first_is_off:
-        return because(
-            "forward_mismatch",
+        return "forward_mismatch", (
             "look for dropout, a shifted mask, shifted positions, another temperature, or the "
-            "sampler's log-probs used as old ones",
+            "sampler's log-probs used as old ones"
         )
     if near_one and s.early_stop and s.steps < s.planned:
-        return because("kl_early_stop", "raise --target-kl or lower --actor-lr")
+        return "kl_early_stop", "raise --target-kl or lower --actor-lr"
     if s.steps == 0 or (s.skipped > 0 and (near_one or math.isnan(s.first_dev))):
-        return because("steps_skipped", "NaN in log-probs? large rewards? If not, lower --actor-lr")
+        return "steps_skipped", "NaN in log-probs? large rewards? If not, lower --actor-lr"
     if stuck and s.planned == s.steps == 1 and moved:
-        return because("one_update_by_design", "this is correct; with more epochs the ratio moves")
+        return "one_update_by_design", "this is correct; with more epochs the ratio moves"
     if stuck and s.adv_raw_std < 1e-6:
-        return because("advantage_zero", "all advantages are equal: is the reward constant?")
+        return "advantage_zero", "all advantages are equal: is the reward constant?"
     if stuck and s.grad_norm == 0:
-        return because("no_grad_to_actor", "detached log-probs or frozen parameters")
+        return "no_grad_to_actor", "detached log-probs or frozen parameters"
     if stuck and s.changed_frac == 0 and s.lr > 1e-10:
-        return because("optimizer_noop", "the optimizer does not hold the actor's parameters")
+        return "optimizer_noop", "the optimizer does not hold the actor's parameters"
     if stuck and s.steps > 1 and moved:
-        return because("old_logprob_recomputed", "record them once, before the first update")
+        return "old_logprob_recomputed", "record them once, before the first update"
     if "bfloat16" in s.param_dtype and s.changed_frac < 0.5:  # few weights change
-        return because("bf16_underflow", "updates are rounded away: keep the weights in float32")
+        return "bf16_underflow", "updates are rounded away: keep the weights in float32"
     if stuck and s.update_norm < 1e-6 * s.param_norm:
-        return because("lr_or_clip_too_small", "raise --actor-lr or --max-grad-norm")
+        return "lr_or_clip_too_small", "raise --actor-lr or --max-grad-norm"
     if stuck and s.changed_frac > 0 and s.post_dev <= (2e-6 if bf16 else noise):
-        return because("forward_ignores_update", "the forward pass runs a stale copy of the model")
+        return "forward_ignores_update", "the forward pass runs a stale copy of the model"
     if s.sampler_diff > (0.05 if bf16 else 1e-3):
-        return because("sampler_mismatch", "stale weights? other numerics? see --rollout-is-cap")
+        return "sampler_mismatch", "stale weights? other numerics? see --rollout-is-cap"
     if s.out_of_clip > 0.9:
-        return because("too_tight_clip", "widen --clip-low and --clip-high, or lower --actor-lr")
-    return because(None)
+        return "too_tight_clip", "widen --clip-low and --clip-high, or lower --actor-lr"
+    return None, ""
 
 
 def diagnose_critic(critic, experience, steps, state, args, world) -> Diagnosis:
@@ -2378,11 +2358,11 @@ def diagnose_critic(critic, experience, steps, state, args, world) -> Diagnosis:
         "last_reward_weight": (args.gamma * args.gae_lambda) ** max(0.0, tokens - 1),
         "steps": sum(not step["skipped"] for step in steps),
     }
-    return state.remember(diagnose_values(signals))
+    return state.remember(Diagnosis(*diagnose_values(signals), signals))
 
 
-def diagnose_values(signals: dict) -> Diagnosis:
-    """The first of the causes below that fits the signals of a critic.
+def diagnose_values(signals: dict) -> tuple[str | None, str]:
+    """Cause and advice: the first cause below that fits the signals of a critic.
 
     In addition to those of describe_values, which are from before the updates, the signals are
 
@@ -2397,8 +2377,6 @@ def diagnose_values(signals: dict) -> Diagnosis:
         steps               optimizer steps of the critic
     """
     s = types.SimpleNamespace(**signals)
-    evidence = ", ".join(f"{name} {value:.2g}" for name, value in signals.items())
-    because = lambda cause, advice="": Diagnosis(cause, advice, evidence, signals)
     # The critic takes a while to learn the level of the returns. To be far from it is a fault only
     # if the distance does not shrink, or if it would take more than 20 iterations.
     is_far = s.distance > s.scale / 2
@@ -2408,29 +2386,28 @@ def diagnose_values(signals: dict) -> Diagnosis:
     returns_vary = s.return_std > s.scale / 4
 
     if s.steps == 0:
-        return because("critic_not_trained", "is --critic-epochs 0, or are values NaN?")
+        return "critic_not_trained", "is --critic-epochs 0, or are values NaN?"
     if s.reward_std < 1e-6:
-        return because("reward_constant", "all samples earn the same: are all right, or none?")
+        return "reward_constant", "all samples earn the same: are all right, or none?"
     if stays_far and s.change_over_clip > 0.8:
-        return because("value_clip_binds", "large rewards: raise --value-clip, or set it to None")
+        return "value_clip_binds", "large rewards: raise --value-clip, or set it to None"
     if is_far and s.change < s.distance / 20:
-        return because("critic_lr_too_small", "values hardly move: raise --critic-lr")
+        return "critic_lr_too_small", "values hardly move: raise --critic-lr"
     if stays_far:
-        return because("critic_behind", "returns move faster than values: raise --critic-epochs")
+        return "critic_behind", "returns move faster than values: raise --critic-epochs"
     if returns_vary and s.explained_variance < 0.05 and s.value_std < s.return_std / 20:
-        return because("values_constant", "raise --critic-lr, unless rewards cannot be predicted")
+        return "values_constant", "raise --critic-lr, unless rewards cannot be predicted"
     if returns_vary and s.gain < 0.98 and s.explained_after > 0.5:
-        return because("critic_overfits", "lower --critic-epochs, or more samples an iteration")
+        return "critic_overfits", "lower --critic-epochs, or more samples an iteration"
     if returns_vary and s.gain < 0.98:
-        return because("worse_than_constant", "lower --critic-lr, raise --critic-warmup-iterations")
+        return "worse_than_constant", "lower --critic-lr, raise --critic-warmup-iterations"
     if s.last_reward_weight < 0.01 and s.explained_variance < 0.2:
-        return because(
-            "lambda_hides_reward",
-            "early tokens learn nothing from a reward at the end: raise --gae-lambda, or --gamma if it "
-            "is below 1, and also --critic-lambda, without which the critic does not predict that "
-            "reward early, either",
+        return "lambda_hides_reward", (
+            "early tokens learn nothing from a reward at the end: raise --gae-lambda, or --gamma if "
+            "it is below 1, and also --critic-lambda, without which the critic does not predict "
+            "that reward early, either"
         )
-    return because(None)
+    return None, ""
 
 
 # === 10. Errors, check of the flags, plan ===
@@ -2623,8 +2600,9 @@ def connect(args: Args) -> World:
         # Let malloc keep freed memory. Otherwise it returns large blocks to the system, and the
         # page faults of getting them again take a tenth of the time of updates.
         with contextlib.suppress(AttributeError):  # of a C library without mallopt
-            ctypes.CDLL(None).mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-            ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+            mallopt = ctypes.CDLL(None).mallopt
+            mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
         # The default model is too small to gain anything from a second thread. As soon as another
         # process is running, several threads wait for each other most of the time.
         if not args.model and "OMP_NUM_THREADS" not in os.environ:
@@ -2686,7 +2664,7 @@ class RewardModel:
             raise UserError(
                 f"{self.tokenizer.folder}: {positions} positions, a conversation has {longest}"
             )
-        tokens, lengths = padded(ids, 0).to(world.device), torch.tensor([len(row) for row in ids])
+        tokens, lengths = padded(ids).to(world.device), torch.tensor([len(row) for row in ids])
         nothing = torch.zeros(tokens.shape)
         experience = Experience(tokens, nothing.to(world.device), lengths, nothing.bool(), {})
         scores = forward_all(lambda mb: self.model(mb.tokens), experience, args, world)  # [N, T]
@@ -2721,8 +2699,9 @@ def microbatches(
 
 
 # The fields of a Rollout that have an entry for each sample, besides `extras`.
-TENSORS = ("tokens", "mask", "logprobs", "rewards", "lengths")
-LISTS = ("stop", "texts", "prompts", "success", "conversations")
+OF_SAMPLES = (
+    "tokens", "mask", "logprobs", "rewards", "lengths", "stop", "texts", "prompts", "success",
+    "conversations")  # fmt: skip
 
 
 def select(batch: Rollout, indices: list[int], plan: Plan) -> Rollout:
@@ -2733,25 +2712,22 @@ def select(batch: Rollout, indices: list[int], plan: Plan) -> Rollout:
     planned = plan.samples_per_iteration
     if len(indices) != planned:
         raise UserError(f"{len(indices)} samples selected: must be {planned}, see plan_steps")
-    fields = {name: getattr(batch, name)[indices] for name in TENSORS}
-    for name in LISTS:
-        fields[name] = [getattr(batch, name)[i] for i in indices]
-    fields["extras"] = {name: x[indices] for name, x in batch.extras.items()}
-    return Rollout(stats=batch.stats, **fields)
+    pick = lambda x: x[indices] if isinstance(x, Tensor) else [x[i] for i in indices]
+    fields = {name: pick(getattr(batch, name)) for name in OF_SAMPLES}
+    extras = {name: pick(x) for name, x in batch.extras.items()}
+    return Rollout(stats=batch.stats, extras=extras, **fields)
 
 
 def concatenate(parts: list[Rollout]) -> Rollout:
     """The samples of all parts, padded to the longest; of statistics, the means."""
-    T = max(part.tokens.shape[1] for part in parts)
-    missing = [T - part.tokens.shape[1] for part in parts]  # columns
 
-    def join(tensors: list[Tensor]) -> Tensor:
-        wide = [F.pad(x, (0, n)) if x.ndim > 1 else x for x, n in zip(tensors, missing)]
-        return torch.cat(wide)
+    def join(values: list) -> Tensor | list:
+        samples = [sample for x in values for sample in x]
+        if not isinstance(values[0], Tensor):
+            return samples
+        return torch.stack(samples) if values[0].ndim == 1 else padded(samples)
 
-    fields = {name: join([getattr(part, name) for part in parts]) for name in TENSORS}
-    for name in LISTS:
-        fields[name] = [x for part in parts for x in getattr(part, name)]
+    fields = {name: join([getattr(part, name) for part in parts]) for name in OF_SAMPLES}
     first = parts[0]
     stats = {k: sum(part.stats[k] for part in parts) / len(parts) for k in first.stats}
     extras = {k: join([part.extras[k] for part in parts]) for k in first.extras}
@@ -3030,7 +3006,7 @@ class TrainState:
         with attempt("save TrainState"):  # now, and not at the first checkpoint
             json.dumps(vars(self))
 
-    LASTING: typing.ClassVar[int] = 5  # iterations after which a fault of the critic is named
+    LASTING = 5  # a constant, not a field: iterations after which a fault of the critic is named
 
     def remember(self, diagnosis: Diagnosis) -> Diagnosis:
         """Keep what the critic's next diagnosis compares with.
@@ -3083,7 +3059,7 @@ class RunFolder:
             config = self.path / "config.json"
             if config.exists():  # it stays; that of the resumed run is beside it
                 config = self.path / f"config_{state.iteration:06d}.json"
-            config.write_text(json.dumps({"args": vars(args), "argv": sys.argv}, indent=2))
+            write_json(config, {"args": vars(args), "argv": sys.argv})
             self.files = {}
             for name in ("metrics", "completions"):
                 path = self.path / f"{name}.jsonl"
@@ -3092,10 +3068,10 @@ class RunFolder:
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
 
     def __enter__(self) -> RunFolder:
-        self.signals = []  # numbers of those received
+        self.signal = 0  # the number of the one that was received last
 
         def handle(signum, frame):
-            self.signals.append(int(signum))
+            self.signal = int(signum)
             with contextlib.suppress(BrokenPipeError):  # see print0
                 os.write(2, b"\nstopping after this iteration; Ctrl-\\ stops at once\n")
 
@@ -3105,14 +3081,13 @@ class RunFolder:
 
     def received_signal(self) -> int:
         """The number of a signal that any rank has received, or 0."""
-        return max(self.world.gather(max(self.signals, default=0)))
+        return max(self.world.gather(self.signal))
 
     def append(self, name: str, row: dict) -> None:
         """Write a line of JSON, without NaN, Infinity and None."""
         row = json.loads(json.dumps(row), parse_constant=lambda constant: None)
         line = json.dumps({key: value for key, value in row.items() if value is not None})
-        self.files[name].write(line + "\n")
-        self.files[name].flush()
+        print(line, file=self.files[name], flush=True)
 
     def log(
         self, batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis, clock
@@ -3162,15 +3137,17 @@ class RunFolder:
     def __exit__(self, kind, error, traceback) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        self.summary["status"] = {None: "completed", SystemExit: "interrupted"}.get(kind, "failed")
-        self.summary["iterations"] = self.state.iteration
-        self.summary["update_steps"] = self.state.actor_steps
-        self.summary["seconds"] = time.monotonic() - self.started
+        self.summary |= {
+            "status": {None: "completed", SystemExit: "interrupted"}.get(kind, "failed"),
+            "iterations": self.state.iteration,
+            "update_steps": self.state.actor_steps,
+            "seconds": time.monotonic() - self.started,
+        }
         if RANK > 0:
             return
         # After a failure, for example because the disk is full, its error is the one to see.
         with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
-            (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2))
+            write_json(self.path / "summary.json", self.summary)
             for file in (self.writer, *self.files.values()):
                 file.close()
 
@@ -3215,14 +3192,14 @@ def save_checkpoint(
             for kind, tensors in checkpoint_tensors(model, optimizer).items():
                 folder = str(partial / name / kind)
                 writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
-                dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+                dcp.save(tensors, storage_writer=writer)
         world.barrier()
         if RANK > 0:
             return
         found = partial.rglob("*.safetensors")
         files = {str(file.relative_to(partial)): file.stat().st_size for file in found}
         content = {"state": vars(state), "args": vars(args), "files": files}
-        (partial / "state.json").write_text(json.dumps(content))
+        write_json(partial / "state.json", content)
         partial.rename(path)
     except (OSError, dcp.api.CheckpointException) as error:
         if RANK == 0:
@@ -3276,7 +3253,7 @@ def load_checkpoint(path: Path, checkpointed: dict, args: Args) -> dict:
 
     Returns the fields of the TrainState.
     """
-    content = json.loads((path / "state.json").read_text())
+    content = read_json(path / "state.json")
     for name, value in vars(args).items():
         before = content["args"].get(name)
         if value != before and name not in ("resume", "run_name", "log_dir"):

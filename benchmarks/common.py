@@ -109,7 +109,7 @@ def write_checkpoint(folder: str, tokenizer: ppo_llm.HFTokenizer, context: int, 
     for p in actor.parameters():
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.05)
-    ppo_llm.save_hf_checkpoint(actor, config, tokenizer, folder)
+    ppo_llm.save_hf_checkpoint(actor, tokenizer, folder)
 
 
 @functools.cache

@@ -68,7 +68,8 @@ def diagnoses(rows: list[dict]) -> list[str | None]:
         signals.pop("diagnosis", None)  # what the version that ran it said
         if "change" in signals:
             signals = {"explained_after": float("nan")} | signals | {"distance_before": state.value_distance}
-            causes.append(state.remember(ppo_llm.diagnose_values(signals)).cause)
+            diagnosis = ppo_llm.Diagnosis(*ppo_llm.diagnose_values(signals), signals)
+            causes.append(state.remember(diagnosis).cause)
     return causes
 
 

@@ -126,7 +126,7 @@ def main():
             write_checkpoint(f"{folder}/model", config, fast)
             model = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32).eval()
             tokenizer = ppo.HFTokenizer(f"{folder}/model")
-            actor, ours = ppo.load_hf_checkpoint(f"{folder}/model")
+            actor, _ = ppo.load_hf_checkpoint(f"{folder}/model")
             prompts = [env.reset(seed=seed)[0] for seed in range(20)]
             same_ids = all(
                 tokenizer.encode_prompt(p)
@@ -140,7 +140,7 @@ def main():
             with torch.no_grad():
                 reference = model(ids).logits
                 loaded = float((actor(ids) - reference).abs().max())
-                ppo.save_hf_checkpoint(actor, ours, tokenizer, f"{folder}/export")
+                ppo.save_hf_checkpoint(actor, tokenizer, f"{folder}/export")
                 exported = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/export", dtype=torch.float32)
                 export = float((exported(ids).logits - reference).abs().max())
             greedy = list(greedy_tokens(model, tokenizer, env, 8, 48))

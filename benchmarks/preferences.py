@@ -101,7 +101,8 @@ def make_reward_model(folder: str, count: int) -> None:
         """[2, pairs], of the better answers and of the worse ones."""
         texts = [(pair["prompt"], pair[side]) for side in ("better", "worse") for pair in pairs]
         ids = [tokenizer.encode_conversation(("user", prompt), ("assistant", text)) for prompt, text in texts]
-        tokens = ppo_llm.padded(ids, model.config.pad_token_id)
+        rows = [torch.tensor(row) for row in ids]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
         return model(tokens, attention_mask=tokens != model.config.pad_token_id).logits.view(2, len(pairs))
 
     pairs, held_out = read_pairs("pairs")[:count], read_pairs("pairs_test")

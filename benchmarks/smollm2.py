@@ -85,7 +85,7 @@ def check_folder(folder: Path) -> None:
 
     actor, _ = ppo_llm.load_hf_checkpoint(folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = ppo_llm.padded(ids, tokenizer.pad_id)  # [N, T]
+    tokens = ppo_llm.padded(ids)  # [N, T]
     is_prompt = torch.arange(tokens.shape[1]) < lengths[:, None]  # [N, T]
     logits = theirs(tokens).logits[is_prompt]  # [prompt tokens, V]
     difference = float((actor(tokens)[is_prompt] - logits).abs().max())

@@ -212,7 +212,7 @@ def model_folder(ppo, path, edit=None, tensors=None, head="lm", letters="abcdefx
     config = ppo.ModelConfig.from_hf(raw)
     tokenizer = ppo.HFTokenizer.from_texts([letters])
     tokenizer.hf.chat_template = template
-    ppo.save_hf_checkpoint(ppo.Transformer(config, head), config, tokenizer, path)
+    ppo.save_hf_checkpoint(ppo.Transformer(config, head), tokenizer, path)
     (path / "config.json").write_text(json.dumps(raw | (edit or {})))
     state = safetensors.torch.load_file(path / "model.safetensors") | (tensors or {})
     state = {name: x for name, x in state.items() if x is not None}

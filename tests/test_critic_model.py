@@ -92,7 +92,7 @@ def test_transformers_loads_the_exported_critic_with_the_same_values(ppo, tmp_pa
     critic = ppo.build_model(config, "scalar", args, world)
     ppo.load_weights(critic, args.critic_model, needs_head=False)
     torch.nn.init.normal_(critic.score.weight)
-    ppo.save_hf_checkpoint(critic, config, tokenizer, tmp_path / "critic")
+    ppo.save_hf_checkpoint(critic, tokenizer, tmp_path / "critic")
 
     automatic = transformers.AutoModelForSequenceClassification
     theirs, loading = automatic.from_pretrained(tmp_path / "critic", output_loading_info=True)

@@ -54,7 +54,7 @@ def test_kl_estimators_follow_their_formulas(ppo):
 @pytest.mark.parametrize("gamma, lam, expected", [
     (0.9, 0.5, [0.075775, 0.0795, 0.11, 0.2]), (1.0, 0.95, [0.456725, 0.3755, 0.29, 0.2])])  # fmt: skip
 def test_gae_bridges_a_gap_as_computed_by_hand(ppo, gamma, lam, expected):
-    mask = torch.tensor([[1, 1, 0, 0, 0, 1, 1]])
+    mask = torch.tensor([[1, 1, 0, 0, 0, 1, 1]]).bool()
     values = torch.tensor([[0.5, 0.6, 9, 9, 9, 0.7, 0.8]])
     rewards = torch.tensor([[0.0, 0, 0, 0, 0, 0, 1]])
     advantages, returns = ppo.compute_gae(rewards, values, mask, gamma, lam)
@@ -68,7 +68,7 @@ def test_gae_bridges_a_gap_as_computed_by_hand(ppo, gamma, lam, expected):
 def test_gae_equals_the_sum_of_discounted_errors_on_gappy_masks(ppo, gamma, lam, bootstrapped):
     """Advantage k of a row's chain is the sum over l of (gamma * lam)^l * delta_{k + l}, written out."""
     mask, rewards, values = random_mask(), torch.randn(6, 11), torch.randn(6, 11)
-    bootstrap = torch.randn(6) if bootstrapped else None
+    bootstrap = torch.randn(6) if bootstrapped else 0.0
     expected = torch.zeros(mask.shape)
     for b in range(6):
         chain = mask[b].nonzero()[:, 0].tolist()
@@ -117,7 +117,8 @@ def test_the_clip_stops_gradients_where_the_paper_says(ppo):
     ]  # fmt: skip
     advantages, ratio, slopes = torch.tensor(cases).T[:, None]  # [1, 9] each
     logprobs = ratio.log().requires_grad_()
-    ppo.policy_loss(logprobs, torch.zeros(1, 9), advantages, torch.ones(1, 9), 0.2, 0.25, 2.0, 1)[0].backward()
+    mask = torch.ones(1, 9, dtype=torch.bool)
+    ppo.policy_loss(logprobs, torch.zeros(1, 9), advantages, mask, 0.2, 0.25, 2.0, 1)[0].backward()
     close(logprobs.grad, slopes, 1e-5)
 
 

@@ -175,7 +175,7 @@ def export(ppo, folder, dtype=torch.float32, **kwargs):
     source = folder.parent / "tokenizer"
     source.mkdir(exist_ok=True)
     tokenizer = ppo.HFTokenizer(write_tokenizer(source, CHATML, generation_config={"eos_token_id": [0, 2]}))
-    ppo.save_hf_checkpoint(model, model.config, tokenizer, folder)
+    ppo.save_hf_checkpoint(model, tokenizer, folder)
     return model
 
 

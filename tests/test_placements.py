@@ -148,7 +148,7 @@ def test_only_without_an_age_it_is_a_mismatch(ahead):
     healthy = HEALTHY | dict(sampler_age=0, old_age=0, last_dev=0.9, post_dev=0.9)
     for off, age, cause in (({"sampler_diff": 0.5}, "sampler_age", "sampler_mismatch"),
                             ({"first_dev": 0.1}, "old_age", "forward_mismatch")):  # fmt: skip
-        assert [ahead.diagnose_ratio(healthy | off | {age: n}).cause for n in (0, 1)] == [cause, None]
+        assert [ahead.diagnose_ratio(healthy | off | {age: n})[0] for n in (0, 1)] == [cause, None]
 
 
 def test_experience_collected_ahead_belongs_to_the_checkpoint(ahead, tmp_path):

@@ -403,7 +403,7 @@ def test_truncated_rows_pay_the_missing_eos_penalty_and_end_with_their_value(run
     for i, length in enumerate(batch.lengths.tolist()):
         value = float(critic(batch.tokens[i : i + 1, :length])[0, -1].detach())
         assert abs(value) > 1e-4 and float(call["bootstrap"][i]) == pytest.approx(value if cut[i] else 0, abs=1e-6)
-    assert run().calls["compute_gae"][1]["bootstrap"] is None
+    assert run().calls["compute_gae"][1]["bootstrap"] == 0
 
 
 def test_advantages_are_whitened_over_the_rollout_and_returns_are_not(ppo, run, tmp_path):

@@ -156,7 +156,7 @@ def test_an_export_loads_in_transformers_and_back(ppo, checkpoint, tmp_path, lay
     with torch.no_grad():  # as after training: not the folder's weights any more
         for p in ours.parameters():
             p.mul_(1.01)
-    ppo.save_hf_checkpoint(ours, config, ppo.HFTokenizer(tmp_path / "in"), tmp_path / "out")
+    ppo.save_hf_checkpoint(ours, ppo.HFTokenizer(tmp_path / "in"), tmp_path / "out")
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert type(model) is type(theirs) and model.dtype == torch.float32
@@ -173,7 +173,7 @@ def test_the_embedded_model_and_its_tokenizer_load_in_transformers(ppo, tmp_path
     args = ppo.Args()
     ppo.validate(args)
     tokenizer, ours = ppo.embedded_model(args, ppo.SortDigits())
-    ppo.save_hf_checkpoint(randomize(ours), ours.config, tokenizer, tmp_path / "out")
+    ppo.save_hf_checkpoint(randomize(ours), tokenizer, tmp_path / "out")
     theirs, ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), tokenizer.encode("52814=12458?")
     assert theirs("52814=12458?").input_ids == ids and theirs.eos_token_id == tokenizer.eos_id
     assert theirs.decode([*ids, tokenizer.eos_id], skip_special_tokens=True) == tokenizer.decode(ids) == "52814=12458"

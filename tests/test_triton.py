@@ -100,7 +100,7 @@ def iteration(ppo, tmp_path):
     """Flags of a run of one iteration, of a model of one layer."""
     tokenizer = ppo.HFTokenizer.from_texts([ALPHABET])
     model = make_model(ppo, tokenizer.vocab_size, num_hidden_layers=1)
-    ppo.save_hf_checkpoint(model, model.config, tokenizer, tmp_path / "model")
+    ppo.save_hf_checkpoint(model, tokenizer, tmp_path / "model")
     return SMALL | dict(
         num_iterations=1, rollout_batch_size=4, train_batch_size=2, ppo_epochs=1, eval_episodes=1, entropy_coef=0.01,
         actor_lr=1e-3, critic_lr=1e-3, model=str(tmp_path / "model"))  # fmt: skip
