@@ -625,17 +625,11 @@ class Rollout:
     stats: dict[str, float]  # of the rollout as a whole; logged under these names
     prompts: list[str]
     success: list[bool]  # info["success"] of the last step, else whether rewards.sum() > 0
+    conversations: list[Conversation]  # what a reward model reads
     # FORK: data of your own: tensors [N], or [N, T] with a number for each token. They go with the
     # samples through `select`, over the ranks, and into every microbatch, as mb.extras[name]. More
     # may be added to experience.extras in make_experience.
     extras: dict[str, Tensor] = field(default_factory=dict)
-    # What a reward model reads. By default: the prompt, and all text after it as one answer.
-    conversations: list[Conversation] | None = None
-
-    def __post_init__(self):
-        if self.conversations is None:
-            turns = zip(self.prompts, self.texts)
-            self.conversations = [[("user", prompt), ("assistant", text)] for prompt, text in turns]
 
 
 @dataclass
@@ -2520,8 +2514,8 @@ def diagnose_values(signals: dict) -> tuple[str | None, str]:
         return "worse_than_constant", "lower --critic-lr, raise --critic-warmup-iterations"
     if s.last_reward_weight < 0.01 and s.explained_variance < 0.2:
         return "lambda_hides_reward", (
-            "early tokens learn nothing from a reward at the end: raise --gae-lambda, or --gamma if "
-            "it is below 1, and also --critic-lambda, without which the critic does not predict "
+            "early tokens learn nothing from a reward at the end: raise --gae-lambda, or --gamma "
+            "if it is below 1, and also --critic-lambda, without which the critic does not predict "
             "that reward early, either"
         )
     return None, ""

@@ -144,7 +144,7 @@ def test_training_forwards_of_many_shapes_share_few_graphs(ppo):
     for rows in [1, 0, *range(2, 40, 2), 1]:
         lengths = torch.randint(2, 30, (40,)) if rows % 3 else torch.full((40,), 9)
         mask = (torch.arange(30) > 0) & (torch.arange(30) < lengths[:, None])
-        batch = ppo.Rollout(tokens, mask, tokens.float(), tokens.float(), lengths, ["eos"] * 40, [], {}, [], [])
+        batch = ppo.Rollout(tokens, mask, tokens.float(), tokens.float(), lengths, ["eos"] * 40, [], {}, [], [], [])
         mb = ppo.Experience.from_rollout(batch, torch.device("cpu"))[torch.arange(rows)]
         ppo.sampled_logprobs(actor, mb, 1.0)[0].sum().backward()
     assert not counters["graph_break"] and 0 < counters["stats"]["unique_graphs"] <= 6

@@ -216,7 +216,7 @@ def tiny_experience(ppo):
     mask = (torch.rand(5, 12) < 0.7) & real
     mask[:, 0], mask[:, 1] = False, True
     x, stop = torch.randn(5, 12) * mask, ["eos", "length", "env", "eos", "eos"]
-    batch = ppo.Rollout(torch.randint(19, (5, 12)) * real, mask, x, x.abs(), lengths, stop, [], {}, [], [])
+    batch = ppo.Rollout(torch.randint(19, (5, 12)) * real, mask, x, x.abs(), lengths, stop, [], {}, [], [], [])
     return dataclasses.replace(ppo.Experience.from_rollout(batch, torch.device("cpu")), old_logprobs=x + 0.1 * mask)
 
 

@@ -283,7 +283,7 @@ def test_data_of_forks_stay_with_their_samples(ppo, tmp_path):
     assert len(differences) > 40 and not any(differences)
     x, lengths = torch.zeros(2, 5), torch.tensor([5, 5])
     for extra in (torch.zeros(2, 4), torch.zeros(3), torch.zeros(2, 5, 1)):
-        batch = ppo.Rollout(x, x > 0, x, x, lengths, ["eos"] * 2, [], {}, [], [], {"x": extra})
+        batch = ppo.Rollout(x, x > 0, x, x, lengths, ["eos"] * 2, [], {}, [], [], [], {"x": extra})
         with pytest.raises(ppo.UserError, match=r"extras: x is \[.*\]: must be \[N\] or \[N, T\]"):
             ppo.Experience.from_rollout(batch, torch.device("cpu"))
 

@@ -108,7 +108,7 @@ def test_the_training_forward_is_that_of_padded_rows_in_transformers(ppo, checkp
     lengths, tokens, weight = torch.tensor([9, 2, 30, 17]), torch.randint(1, VOCABULARY, (4, 30)), torch.randn(4, 30)
     real = torch.arange(30) < lengths[:, None]
     mask, zeros = real & (torch.arange(30) > 0), torch.zeros(4, 30)
-    batch = ppo.Rollout(tokens, mask, zeros, zeros, lengths, ["eos"] * 4, [], {}, [], [])
+    batch = ppo.Rollout(tokens, mask, zeros, zeros, lengths, ["eos"] * 4, [], {}, [], [], [])
     experience = ppo.Experience.from_rollout(batch, torch.device("cpu"))
 
     shift = (30 - lengths if side == "left" else 0 * lengths)[:, None]
