@@ -187,7 +187,8 @@ class Args:
     # the environment's text. A response that is cut there is rewarded and trained on like others;
     # see --missing-eos-penalty and --bootstrap-truncated. Default: 8, or 256 with --model.
     max_new_tokens: Count | None = None
-    # Temperature of the policy. It divides the logits in sampling and in all log-probs alike.
+    # Temperature of the policy. It divides the logits in sampling and in all log-probs alike, except
+    # in evaluations and in the warm start, which are at 1.
     temperature: Positive = 1.0
     # Number of supervised steps on the environment's demonstrations before PPO (the warm start).
     # Default: 60, or 0 with --model.
@@ -304,9 +305,9 @@ class Args:
     save_every: CountOrZero = 50
     # Number of checkpoints that are kept; older ones are removed after a new one is complete.
     keep_checkpoints: Count = 2
-    # Run to continue: the path of its folder or of one of its checkpoints, or `auto` for the run
-    # that --run-name names, which is started if it has no checkpoint yet. The other flags are not
-    # restored: give them again.
+    # Run to continue: the path of its folder, or `auto` for the run that --run-name names, which is
+    # started if it has no checkpoint yet. With the path of a checkpoint, a new run begins from it.
+    # The other flags are not restored: give them again.
     resume: str | None = None
 
 

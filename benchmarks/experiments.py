@@ -258,6 +258,7 @@ def main():
                 with open(RESULTS, "a") as file:
                     file.write(line + "\n")
                 results.cache_clear()
+            print(f"{run.label}:", *results()[run.key(seed)]["diagnoses"], sep="\n  ")
 
 
 if __name__ == "__main__":

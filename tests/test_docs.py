@@ -12,7 +12,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 # Flags of other programs, and those that only patches have.
 OTHERS = (
     "nproc-per-node shutdown-timeout rdzv-id rdzv-endpoint rdzv-backend pid no-deps nnodes max-restarts logdir "
-    "local-dir help gpu sampler-ranks"
+    "local-dir help gpu sampler-ranks slow"
 ).split()
 
 
