@@ -187,8 +187,8 @@ class Args:
     # the environment's text. A response that is cut there is rewarded and trained on like others;
     # see --missing-eos-penalty and --bootstrap-truncated. Default: 8, or 256 with --model.
     max_new_tokens: Count | None = None
-    # Temperature of the policy. It divides the logits in sampling and in all log-probs alike, except
-    # in evaluations and in the warm start, which are at 1.
+    # Temperature of the policy. It divides the logits in sampling and in all log-probs alike,
+    # except in evaluations and in the warm start, which are at 1.
     temperature: Positive = 1.0
     # Number of supervised steps on the environment's demonstrations before PPO (the warm start).
     # Default: 60, or 0 with --model.
@@ -858,10 +858,13 @@ def make_experience(
         truncated = upload(torch.tensor([stop != "eos" for stop in batch.stop]), world.device)
         bootstrap = values_after[rows, last] * truncated  # [N]
     # Three lambdas: that of the advantages, that of the returns which the critic learns, and 1,
-    # with which returns are Monte Carlo returns, by which the log judges the critic.
-    advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda, bootstrap)
-    _, returns = compute_gae(rewards, values, mask, args.gamma, args.critic_lambda, bootstrap)
-    _, mc_returns = compute_gae(rewards, values, mask, args.gamma, 1.0, bootstrap)
+    # with which returns are Monte Carlo returns, by which the log judges the critic. Equal ones
+    # share a computation, whose thousands of small operations would make a GPU wait for the host.
+    gae = functools.cache(
+        lambda lam: compute_gae(rewards, values, mask, args.gamma, lam, bootstrap)
+    )
+    advantages, returns = gae(args.gae_lambda)[0], gae(args.critic_lambda)[1]
+    mc_returns = gae(1.0)[1]
     advantage_std = float(advantages[mask].std()) if experience.n_tokens > 1 else 0.0
     if advantage_std < 1e-6:
         # All tokens are equally good up to rounding errors, which whitening would amplify.
@@ -1049,7 +1052,7 @@ def compiled_decode_step() -> Callable:
 
 
 class Decoder:
-    """Runs K decode steps at a time: on a GPU with torch.compile, as one CUDA graph.
+    """Runs K decode steps at a time: on a GPU with torch.compile, as CUDA graphs.
 
     A decode step launches hundreds of kernels, which are so small that the host needs longer to
     launch them than the GPU needs to run them. A CUDA graph is a recording of such launches that
@@ -1076,16 +1079,15 @@ class Decoder:
         """Make K steps. In the first, up to `attend` positions of the cache are in use."""
         attend += self.K - 1
         view = self.cache.view(round_up(attend, 128) if self.use_graphs else attend)
-        if view.attend in self.graphs:
-            self.graphs[view.attend].replay()
-            return
         for _ in range(self.K):
+            if view.attend in self.graphs:
+                self.graphs[view.attend].replay()
+                continue
             self.step(view)
-        if self.use_graphs:
-            graph = self.graphs[view.attend] = torch.cuda.CUDAGraph()
-            # Threads of environments may use the GPU meanwhile: "thread_local" lets them.
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                for _ in range(self.K):
+            if self.use_graphs:
+                graph = self.graphs[view.attend] = torch.cuda.CUDAGraph()
+                # Threads of environments may use the GPU meanwhile: "thread_local" lets them.
+                with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                     self.step(view)  # is recorded, and does not run
 
 
@@ -2070,7 +2072,8 @@ class EnvCall:
     def __init__(self, env: gym.Env, method: str, where: str, args: Args, *arguments, **keywords):
         self.env, self.method, self.where, self.timeout = env, method, where, args.env_timeout
         samples = max(args.eval_episodes, args.rollout_batch_size * args.n_samples_per_prompt)
-        threads = env_threads(max(512, 2 * envs_needed(args, samples)))  # more than calls at a time
+        of_rank = -(-samples // WORLD_SIZE)
+        threads = env_threads(max(64, 2 * envs_needed(args, of_rank)))  # more than calls at a time
         self.deadline = time.monotonic() + args.env_timeout
         self.answer = threads.apply_async(getattr(env, method), arguments, keywords)
 
@@ -3010,6 +3013,7 @@ def build_reward_model(args: Args, world: World) -> RewardModel | None:
     tokenizer.encode_conversation(("user", "-"), ("assistant", "-"))  # raises if the template does
     model = build_model(config, "scalar", args, world)
     load_weights(model, args.reward_model)
+    model.requires_grad_(False)  # or forward_all would keep activations for a backward pass
     return RewardModel(model, tokenizer)
 
 

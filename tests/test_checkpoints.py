@@ -89,7 +89,7 @@ def copied(whole, tmp_path):
 
 CASES = {
     "in the middle of updates": ("policy_loss", 10, KL),
-    "between rollout and updates of critic warm-up": ("compute_gae", 4, WARMUP),
+    "between rollout and updates of critic warm-up": ("compute_gae", 2, WARMUP),
     "logged and not saved, a moving reference, evaluations on the way": (
         "save_checkpoint", 2, dict(kl_coef=0.1, kl_in="loss", ref_sync_every=2, ref_sync_alpha=0.5, eval_every=1)),
     "before the first checkpoint, several turns, warm start": (
@@ -189,7 +189,7 @@ def test_a_run_that_starts_from_a_copied_checkpoint_logs_each_iteration_once(ppo
     shutil.copytree(newest(copied), run / "checkpoints" / "iter_000003")
     power_cut = mock.Mock(side_effect=RuntimeError("power cut"))
     for _ in range(2):
-        with on_call(ppo, "compute_gae", 4, power_cut), pytest.raises(RuntimeError, match="power cut"):
+        with on_call(ppo, "compute_gae", 2, power_cut), pytest.raises(RuntimeError, match="power cut"):
             train(ppo, tmp_path, resume="auto", **flags)
         assert [row["iteration"] for row in lines(run)] == [3]
     with open(run / "metrics.jsonl", "a") as file:

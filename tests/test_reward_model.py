@@ -34,6 +34,13 @@ def scores_of(ppo, folder, conversations):
     return torch.stack([model(torch.tensor([tokenizer.encode(text)]))[0, -1].detach() for text in texts])
 
 
+def test_a_reward_model_is_frozen(ppo, folder):
+    """Compiled models score with gradients enabled: parameters that require some would keep activations."""
+    args = ppo.Args(reward_model=folder, compile="on")
+    parameters = [*ppo.build_reward_model(args, ppo.World(torch.device("cpu"))).model.parameters()]
+    assert len(parameters) > 5 and not any(p.requires_grad for p in parameters)
+
+
 @pytest.mark.parametrize("family", ["llama3-rope", "qwen2-tied", "qwen3-sharded", "qwen2-tied, ends with padding"])
 @torch.no_grad()
 def test_scores_are_those_of_transformers(ppo, tmp_path, family):
