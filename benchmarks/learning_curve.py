@@ -42,7 +42,7 @@ def train(seed: int) -> list[dict]:
             "greedy": sum(best.success) / EPISODES, "prompts": sampled.prompts[:6], "responses": sampled.texts[:6],
         })  # fmt: skip
 
-    def export(model, config, tokenizer, folder):  # the end of a run
+    def export(model, tokenizer, folder):  # the end of a run
         if model.head != "lm":  # the critic
             return
         args = ppo_llm.Args(seed=seed)
