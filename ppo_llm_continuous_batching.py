@@ -354,12 +354,14 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda, bootstrap=0.0) -> tupl
     """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
 
     The sampled tokens of a row are one trajectory; the environment's text between them is skipped.
-    rewards, values and mask are [B, T]. gae_lambda is a number, or one for each row, [B]. bootstrap
-    [B] is V of the state after the last token, by default 0. Returns advantages and returns, [B, T]
-    each and 0 outside the mask. Rewards outside the mask are ignored; make_experience refuses them.
+    rewards, values and mask (bool) are [B, T]. gae_lambda is a number, or one for each row, [B].
+    bootstrap [B] is V of the state after the last token, by default 0. Returns advantages and
+    returns, [B, T] each and 0 outside the mask. Rewards outside the mask are ignored;
+    make_experience refuses them.
     """
     values = torch.where(mask, values, 0.0)
-    nextvalues, lastgaelam = bootstrap, 0.0  # from here on [B]
+    nextvalues = bootstrap
+    lastgaelam = 0.0  # after the first step of the loop a tensor [B]
     advantages = torch.zeros_like(values)
     for t in reversed(range(mask.shape[1])):
         # If token t was not sampled, it is skipped: lastgaelam and nextvalues stay as they are.
@@ -376,11 +378,12 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate of PPO (https://arxiv.org/abs/1707.06347, eq. 7) as a loss.
 
-    All tensors have the shape of the mask. dual_clip: see https://arxiv.org/abs/1912.09729, eq. 5.
-    The loss is a sum over the mask divided by `denom`, by default the number of tokens in the mask.
-    If `denom` is the number of tokens in a whole minibatch, the losses of its microbatches add up
-    to that of the minibatch, and so do their gradients. The statistics do not depend on `denom`:
-    they are means over the mask, except `dev_max`, the largest |ratio - 1|.
+    All tensors have the shape of the mask, which is bool. dual_clip: see
+    https://arxiv.org/abs/1912.09729, eq. 5. The loss is a sum over the mask divided by `denom`, by
+    default the number of tokens in the mask. If `denom` is the number of tokens in a whole
+    minibatch, the losses of its microbatches add up to that of the minibatch, and so do their
+    gradients. The statistics do not depend on `denom`: they are means over the mask, except
+    `dev_max`, the largest |ratio - 1|.
     """
     mask_size = mask.sum().clamp(min=1)
     advantages = torch.where(mask, advantages, 0.0)
@@ -1241,7 +1244,7 @@ def rollout(sampler, tokenizer, envs, seeds, sample_ids, args, iteration, greedy
         free = [slot for slot in range(B) if slot not in playing]
         next_ones = ahead if len(free) > len(staged) else []
         waiting = [*playing.values(), *next_ones]
-        # Once a row can go on, patience is what it has for the others. Until then waiting is free.
+        # Rows that could go on wait for the others, but no longer than their patience lasts.
         if (free and staged) or any(not e.call or e.call.answer.ready() for e in waiting):
             patience = wait(waiting, patience)
         take_answers([*playing.values(), *ahead], tokenizer, args)
@@ -2179,7 +2182,7 @@ class StepStats:
         self.sums, self.maxima = {}, {}
 
     def add_loss_terms(self, **terms: Tensor) -> None:
-        """Terms of the loss of a microbatch. They count like means over the whole minibatch."""
+        """Terms of the loss of a microbatch, divided by the tokens of the minibatch already."""
         self.add_means(self.n_tokens, **terms)
 
     def add_means(self, n_tokens: int, **means: Tensor) -> None:
@@ -2213,7 +2216,8 @@ def metrics(
     state, args, batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis, clock
 ) -> dict:
     """A line of metrics.jsonl. Means over steps are weighted by tokens, without skipped steps."""
-    N, mask, seconds = len(experience), experience.mask, sum(clock.phases.values())
+    N, mask = len(experience), experience.mask
+    seconds = sum(clock.phases.values())
     row = {
         "iteration": state.iteration,
         "charts/episodes": (state.iteration + 1) * N,
@@ -3122,7 +3126,7 @@ class TrainState:
         with attempt("save TrainState"):  # now, and not at the first checkpoint
             json.dumps(vars(self))
 
-    LASTING = 5  # a constant, not a field: iterations after which a fault of the critic is named
+    LASTING = 5  # iterations after which a fault of the critic is named; not a field
 
     def remember(self, diagnosis: Diagnosis) -> Diagnosis:
         """Keep what the critic's next diagnosis compares with.
@@ -3275,7 +3279,7 @@ def size_of_lines_before(iteration: int, path: Path) -> int:
     """
     size = 0
     for line in path.read_bytes().splitlines(keepends=True):
-        is_complete = line.endswith(b"\n")  # not so if the disk was full
+        is_complete = line.endswith(b"\n")  # False if the disk was full when it was written
         if not is_complete or json.loads(line)["iteration"] >= iteration:
             break
         size += len(line)
@@ -3323,7 +3327,7 @@ def save_checkpoint(
         failed = f"{path} cannot be written, earlier ones are intact: {describe(error)}"
         raise UserError(f"{failed}; make room and --resume the run") from error
     for old in sorted(path.parent.glob("iter_*"), reverse=True)[args.keep_checkpoints :]:
-        shutil.rmtree(old, ignore_errors=True)  # one that cannot be removed now may be later
+        shutil.rmtree(old, ignore_errors=True)  # if it is in use, the next save tries again
     print0(f"saved {path}")
 
 
