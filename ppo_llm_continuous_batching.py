@@ -7,7 +7,7 @@ samples and results are the same.
 A language model (the actor) answers prompts, a text environment rewards the answers, and Proximal
 Policy Optimization (https://arxiv.org/abs/1707.06347) makes the tokens of good answers more likely.
 A second transformer (the critic) predicts the reward that is still to come, and a copy of the actor
-from before the training (the reference) limits how far the actor drifts. A frozen classifier (the
+as it was when PPO began (the reference) limits how far the actor drifts. A frozen classifier (the
 reward model) may add to the rewards.
 
     python ppo_llm_continuous_batching.py --rollout-slots 128
@@ -21,11 +21,12 @@ reference: 6. transformer, 7. tokenizer and Hugging Face checkpoints, 8. text en
 Terminology. The actor is the policy that is trained. The sampler is an unsharded copy of the actor,
 one on every rank, which generates text. The old policy is the actor as it was before the updates of
 an iteration. Only its log-probs are kept, as `old_logprobs`; with --no-recompute-old-logprobs,
-those that the sampler recorded take their place. A sample is one episode: a prompt and a response,
-perhaps followed by more turns, each of them a text of the environment and another response. A stop
-token is one by which the model ends a response, such as <eos>. An iteration is a rollout and the
-updates on it; a minibatch is the data of one optimizer step, and a microbatch (`mb`) is the data of
-one forward and backward pass.
+those that the sampler recorded take their place. Actor and sampler have the same weights, but their
+log-probs differ by rounding: one reads whole samples, the other decodes token by token. A sample is
+one episode: a prompt and a response, perhaps followed by more turns, each of them a text of the
+environment and another response. A stop token is one by which the model ends a response, such as
+<eos>. An iteration is a rollout and the updates on it; a minibatch is the data of one optimizer
+step, and a microbatch (`mb`) is the data of one forward and backward pass.
 
 Layout. Tensors of experience are [B, T] or [N, T]: a row is a sample that starts at index 0 and is
 padded on the right. What belongs to a token is stored at the index of that token:
@@ -166,7 +167,7 @@ class Args:
     # Folder of a checkpoint from which the critic starts: a reward model, the critic of an earlier
     # run, or a language model, to which a value head of zeros is added. Its tokenizer must have the
     # same vocabulary as the actor's. The critic may be smaller than the actor. Default: a copy of
-    # the actor with a value head of zeros.
+    # the actor as it was when PPO began, with a value head of zeros.
     critic_model: str | None = None
 
     # Number of iterations: each is a rollout and the updates that are made on it. The learning rate
@@ -218,7 +219,7 @@ class Args:
     # learns tasks with dense rewards, or the usual 0.9 with --model.
     adam_beta1: Annotated[float, Range(0, 0.9999)] | None = None
     # The learning rates decay linearly to this fraction of their first value, which they reach
-    # after the last step.
+    # after the last step. If --target-kl leaves out steps, that of the actor ends higher.
     lr_end: Fraction = 0.05
     # Number of iterations at the beginning in which the critic is trained, but not the actor, whose
     # learning rate begins to decay after them.
@@ -243,8 +244,9 @@ class Args:
     clip_low: Annotated[float, Range(1e-9, 1)] = 0.2
     # The probability ratio of new and old policy is clipped from above at 1 + clip_high.
     clip_high: Positive = 0.2
-    # In the critic's loss, new values are clipped to within this distance of the old values. It is
-    # in units of the reward: if rewards are large, raise it, or turn clipping off with None.
+    # The critic's loss is the larger of two squared errors: that of the new value, and that of the
+    # new value clipped to within this distance of the old value. It is in units of the reward: if
+    # rewards are large, raise it, or turn clipping off with None.
     value_clip: Positive | None = 0.2
     # Bounds the loss of a token with a negative advantage A at dual_clip * |A|; 3 is customary.
     # None: no bound.
@@ -258,12 +260,13 @@ class Args:
     target_kl: Positive | None = None
     # Compute the old log-probs with a forward pass of the actor after the rollout. If this is off,
     # the log-probs recorded by the sampler are used, which saves that pass, but the ratio then
-    # differs from 1 at the start by as much as sampler and trainer differ. If the approximate KL of
-    # the run's first minibatch is above 1e-3, the run ends with an error.
+    # differs from 1 at the start by as much as sampler and actor differ. In both cases the run ends
+    # with an error if the approximate KL of its first minibatch is above 1e-3.
     recompute_old_logprobs: bool = True
     # Weight the policy loss of each token by its importance ratio pi_old / pi_sampler, truncated at
-    # this value, to correct for differences between trainer and sampler; 2 is customary. With None
-    # there are no weights.
+    # this value, to correct for differences between actor and sampler; 2 is customary. With None
+    # there are no weights. Needs --recompute-old-logprobs: without it, the ratio of the loss is
+    # that to the sampler already.
     rollout_is_cap: Positive | None = None
     # Weight of the KL penalty with respect to the reference, for each token, in units of the
     # reward. With 0 there is no reference. Default: 0.02, or 0.01 with --model.
@@ -271,7 +274,9 @@ class Args:
     # Whether the KL penalty is subtracted from the rewards or added to the actor's loss.
     kl_in: Literal["reward", "loss"] = "reward"
     # Estimator of the KL (http://joschu.net/blog/kl-approx.html). Default: k1 in the reward, k3 in
-    # the loss, where k1 is refused: its gradient is 0 on average.
+    # the loss. What counts in the loss is the gradient: on average, that of k2 is the gradient of
+    # KL(actor || reference) and that of k3 the gradient of KL(reference || actor), while that of k1
+    # is 0, for which reason k1 is refused there.
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     # Number of iterations between updates of the reference, which move it towards the actor and so
     # let the actor drift further. With 0 the reference never changes.
@@ -340,7 +345,8 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Estimates of KL(pi || pi_ref) from single tokens that pi, or nearly pi, sampled.
 
-    See http://joschu.net/blog/kl-approx.html: k1 and k3 are unbiased, k2 and k3 never negative.
+    See http://joschu.net/blog/kl-approx.html: as values, k1 and k3 are unbiased, and k2 and k3 are
+    never negative. As to their gradients, see --kl-estimator.
     """
     logratio = logprobs - ref_logprobs
     if kind == "k1":
@@ -423,11 +429,11 @@ def value_loss(values, old_values, returns, mask, clip=None, denom=None) -> Tens
 
 
 # === 3. Training loop ===
-# Each minibatch is split into microbatches; `n_tokens` is the number of sampled tokens that it has
-# on all ranks. The loss of a microbatch is a sum over its sampled tokens divided by `n_tokens`.
-# backward() accumulates the gradients, and FSDP sums them over the ranks (`shard` turns off its
-# averaging). The gradient of a step is therefore that of the mean loss over all sampled tokens of
-# the minibatch.
+# Each minibatch is split into microbatches; `n_tokens` is the number of sampled tokens of the whole
+# minibatch, on all ranks. The loss of a microbatch is a sum over its sampled tokens divided by
+# `n_tokens`. backward() accumulates the gradients, and FSDP sums them over the ranks (`shard` turns
+# off its averaging). The gradient of a step is therefore that of the mean loss over all sampled
+# tokens of the minibatch.
 
 
 def train(args: Args) -> dict:
@@ -503,7 +509,7 @@ def train(args: Args) -> dict:
                     v_loss = value_loss(newvalues, mb.values, mb.returns, mb.mask,
                                         args.value_clip, loss_denom)  # fmt: skip
                     v_loss.backward()
-                    stats.add_loss_terms(value_loss=v_loss)
+                    stats.add_loss_terms(value_loss=v_loss)  # sums over the microbatches
                 grad_norm = nn.utils.clip_grad_norm_(critic.parameters(), args.max_grad_norm)
                 step_stats = stats.read(grad_norm)  # as floats, over the microbatches of all ranks
                 lr = linear_schedule(args.critic_lr, args.lr_end, state.critic_steps,
@@ -532,8 +538,8 @@ def train(args: Args) -> dict:
                     entropy = entropies.sum() / loss_denom
                     loss = pg_loss - args.entropy_coef * entropy
                     if args.kl_in == "loss" and reference is not None:
-                        # FORK: KL in the loss. Coefficients [B, T] belong before the sum, for
-                        # example as a function of the position mb.mask.cumsum(1).
+                        # FORK: KL in the loss. Coefficients [B, T] belong before the sum; see
+                        # make_experience for positions.
                         kls = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_estimator)
                         kl_loss = (kls * mb.mask).sum() / loss_denom
                         loss = loss + args.kl_coef * kl_loss
@@ -556,7 +562,7 @@ def train(args: Args) -> dict:
             clock.end("actor")
 
             # --- New weights for sampler and reference, diagnoses, log, checkpoint
-            copy_weights(actor, sampler)  # each weight is gathered from all ranks and cast
+            copy_weights(actor, sampler)  # each weight is cast and gathered from all ranks
             if args.ref_sync_every and (state.iteration + 1) % args.ref_sync_every == 0:
                 sync_reference(reference, actor, args.ref_sync_alpha)
             interrupt = run.received_signal()
@@ -569,13 +575,16 @@ def train(args: Args) -> dict:
                     clock)  # fmt: skip
             # Ends the run if the approximate KL of its very first minibatch was above 1e-3.
             diagnosis.refuse_broken_ratio()
+            # Counts the iteration and moves on to the next prompts.
             state.end_iteration(args, actor_stats, critic_stats)
             if interrupt or state.is_due_for_saving(args):
                 save_checkpoint(run, checkpointed, state, args, world)
 
         save_hf_checkpoint(actor, tokenizer, run.path / "model")
         save_hf_checkpoint(critic, tokenizer, run.path / "critic")
-        world.barrier()  # torchrun kills all ranks as soon as one exits with a nonzero code
+        # Rank 0 may still be writing, and torchrun kills all ranks as soon as one exits with a
+        # nonzero code.
+        world.barrier()
         if interrupt:
             raise SystemExit(128 + interrupt)
         run.summary["eval_after"] = evaluate_now()
@@ -644,7 +653,7 @@ class Experience:
     """
 
     tokens: Tensor  # [N, T], as are all tensors whose comment names no other shape
-    logprobs: Tensor  # of the sampler
+    logprobs: Tensor  # the sampler's, not the actor's
     lengths: Tensor  # [N] on the CPU
     # [N, T] bool: sampled by the actor. Log-probs, values, advantages and returns are 0 where it is
     # False. It is on the CPU, since counting on the device would make the host wait; `mask` is a
@@ -710,24 +719,21 @@ class Experience:
         lengths = self.lengths[rows]
         if len(rows) == 0:
             rows, lengths = torch.tensor([0]), torch.tensor([1])
-        T, index = int(lengths.max()), upload(rows, self.tokens.device)
+        T = int(lengths.max())
         selected = {"lengths": lengths, "cpu_mask": self.cpu_mask[rows, :T]}
-        for name, x in vars(self).items():  # the other tensors, which are on the device
+        rows = upload(rows, self.tokens.device)  # the other tensors are on the device
+        crop = lambda x: x[rows, :T] if x.ndim > 1 else x[rows]  # x is [N, T] or [N]
+        for name, x in vars(self).items():
             if isinstance(x, Tensor) and name not in selected:
-                selected[name] = crop(x, index, T)
-        selected["extras"] = {name: crop(x, index, T) for name, x in self.extras.items()}
+                selected[name] = crop(x)
+        selected["extras"] = {name: crop(x) for name, x in self.extras.items()}
         return dataclasses.replace(self, **selected)
-
-
-def crop(x: Tensor, index: Tensor, T: int) -> Tensor:
-    """The rows `index` [B] of x, which is [N, T] or [N], and of the former only T columns."""
-    return x[index, :T] if x.ndim > 1 else x[index]
 
 
 def sampled_logprobs(
     model: Transformer, mb: Experience, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the sampled tokens, and entropies of the distributions they were sampled from.
+    """Log-probs of the sampled tokens, and entropies of the model's distributions at these places.
 
     Both are [B, T], stored at the index of the sampled token, and 0 outside the mask. The result is
     that of the following code, but padding is skipped and the logits are never held all at once:
@@ -774,6 +780,7 @@ def forward_all(function: Callable, experience: Experience, args: Args, world: W
             result = function(experience[rows]).detach().float()
         # For empty `rows` the result has a row all the same, see Experience.__getitem__: drop it.
         out[upload(rows, device), : result.shape[1]] = result[: len(rows)]
+    # A row was computed by one rank and is 0 on the others: the sum of the ranks has all rows.
     return world.all_reduce(out)
 
 
@@ -816,17 +823,17 @@ def make_experience(
     if args.recompute_old_logprobs:
         old_logprobs = logprobs_of_all(actor, experience, args, world)
     else:
-        # The sampler's. Its difference from the trainer is then in the ratio, and in the KL.
+        # The sampler's. Its difference from the actor is then in the ratio, and in the KL.
         old_logprobs = experience.logprobs
     ref_logprobs = old_logprobs  # without a reference the KL is 0
     if reference is not None:
         ref_logprobs = logprobs_of_all(reference, experience, args, world)
 
-    # --- Rewards [N, T]. The reward of a token is the sum of
+    # --- Rewards [N, T]. The reward of a token is
     #     batch.rewards: its dense rewards, the environment's reward if it is the last token of a
     #         response, and the reward model's score if it is the last token of the sample,
-    #     - missing_eos_penalty, if it is the last token of the sample and not a stop token,
-    #     - kl_coef * its KL to the reference, for every sampled token (with --kl-in reward)
+    #     minus missing_eos_penalty, if it is the last token of the sample and not a stop token,
+    #     minus kl_coef * its KL to the reference, for every sampled token (with --kl-in reward)
     rewards = batch.rewards.to(world.device, copy=True)
     rows = torch.arange(len(experience), device=world.device)
     # [N] The last token. It was sampled, since text of the environment is appended only if there is
@@ -840,8 +847,9 @@ def make_experience(
     # after it are not. Statistics of earlier rollouts belong in `state`.
     sample_rewards = rewards.sum(1)  # [N]
     if args.kl_in == "reward":
-        # FORK: KL in the reward. Its coefficient may depend on state.iteration, or on the position
-        # in the sample: mask.cumsum(1) counts its sampled tokens from 1, through all responses.
+        # FORK: KL in the reward. Its coefficient may depend on state.iteration, or on the position:
+        # `n = mask.cumsum(1)` counts the sampled tokens from 1 through all responses of a sample,
+        # and `n - torch.where(mask, 0, n).cummax(1).values` from 1 in each response.
         kls = kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
         rewards = rewards - args.kl_coef * kls
     if not rewards.isfinite().all():
@@ -860,14 +868,14 @@ def make_experience(
         values_after = forward_all(state_values, experience, args, world)
         truncated = upload(torch.tensor([stop != "eos" for stop in batch.stop]), world.device)
         bootstrap = values_after[rows, last] * truncated  # [N]
-    # Three lambdas: that of the advantages, that of the returns which the critic learns, and 1,
-    # with which returns are Monte Carlo returns, by which the log judges the critic. Equal ones
-    # share a computation, whose thousands of small operations would make a GPU wait for the host.
-    gae = functools.cache(
-        lambda lam: compute_gae(rewards, values, mask, args.gamma, lam, bootstrap)
-    )
-    advantages, returns = gae(args.gae_lambda)[0], gae(args.critic_lambda)[1]
-    mc_returns = gae(1.0)[1]
+    # With a lambda of 1, returns are Monte Carlo returns, by which the log judges the critic. Equal
+    # lambdas are computed only once: on a GPU, thousands of small operations take their time.
+    gae = {}
+    for lam in {args.gae_lambda, args.critic_lambda, 1.0}:
+        gae[lam] = compute_gae(rewards, values, mask, args.gamma, lam, bootstrap)
+    advantages, _ = gae[args.gae_lambda]
+    _, returns = gae[args.critic_lambda]
+    _, mc_returns = gae[1.0]
     advantage_std = float(advantages[mask].std()) if experience.n_tokens > 1 else 0.0
     if advantage_std < 1e-6:
         # All tokens are equally good up to rounding errors, which whitening would amplify.
@@ -915,10 +923,10 @@ def minibatches(
 # === 5. Rollout ===
 # Continuous batching: a slot takes the next sample the moment its own ends. While an environment
 # computes a step, its slot idles. In this section B rows decode together, R of them begin a turn,
-# and after K decode steps the host looks at the results. `cache.view(n, rows)` is the part of the
-# KV cache (section 6) that a forward pass of these rows attends to: their first n positions, or a
-# few more. Position S of the cache, `cache.scratch`, is a dummy: rows that are finished, and
-# padding, write there, so that shapes stay the same.
+# and after K decode steps the host looks at the results. `cache.view(n, rows)` is the KV cache
+# (section 6) for a forward pass of these rows, by default of all, which attends to their first n
+# positions, or a few more. Position S of the cache, `cache.scratch`, is a dummy: rows that are
+# finished, and padding, write there, so that shapes stay the same.
 
 # Seconds that a rollout may spend, in total, on waiting for environments while other rows could
 # decode. A short wait pays off: an environment that answers at once does not miss the next step.
@@ -938,7 +946,7 @@ class Episode:
     prompt_length: int = 0
     limit: int = 0  # tokens that it may have at most
     ids: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)  # was it sampled?
+    mask: list[bool] = field(default_factory=list)  # which were sampled
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     cached: int = 0  # tokens whose keys and values are in the KV cache
@@ -1060,8 +1068,9 @@ class Decoder:
     A decode step launches hundreds of kernels, which are so small that the host needs longer to
     launch them than the GPU needs to run them. A CUDA graph is a recording of such launches that
     the host replays with a single launch; it runs the same kernels on the same addresses. Therefore
-    weights, cache and slots must be modified in place, and there is a graph for each number of
-    cache positions that attention reads, which grows in steps of 128. A decoder serves one rollout.
+    weights, cache and slots must be modified in place. Attention reads only the first positions of
+    the cache; their number grows in steps of 128, and there is a graph for each. A decoder serves
+    one rollout.
     """
 
     def __init__(
@@ -1086,12 +1095,12 @@ class Decoder:
             if view.attend in self.graphs:
                 self.graphs[view.attend].replay()
                 continue
-            self.step(view)
+            self.step(view)  # compiles what is not compiled yet
             if self.use_graphs:
                 graph = self.graphs[view.attend] = torch.cuda.CUDAGraph()
-                # Threads of environments may use the GPU meanwhile: "thread_local" lets them.
+                # An environment's threads may use the GPU meanwhile: "thread_local" lets them.
                 with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                    self.step(view)  # is recorded, and does not run
+                    self.step(view)  # is recorded for the steps that follow, and does not run
 
 
 def prefill(sampler: Transformer, cache: KVCache, episodes: dict[int, Episode], args: Args) -> None:
@@ -1099,22 +1108,22 @@ def prefill(sampler: Transformer, cache: KVCache, episodes: dict[int, Episode], 
 
     The newest token does not go into the cache: it is the input of the first decode step.
     """
-    new = [torch.tensor(e.ids[e.cached : -1], dtype=torch.int64) for e in episodes.values()]
-    tokens = nn.utils.rnn.pad_sequence(new, batch_first=True).to(cache.rows.device)  # [R, width]
-    width = tokens.shape[1]
+    texts = [torch.tensor(e.ids[e.cached : -1], dtype=torch.int64) for e in episodes.values()]
+    spans = [torch.arange(e.cached, len(e.ids) - 1) for e in episodes.values()]
+    width = max(len(text) for text in texts)
     if width == 0:
         return
-    numbers = torch.tensor([(row, e.cached, len(e.ids)) for row, e in episodes.items()])
-    rows, cached, length = numbers.to(tokens.device).T  # [R] each
-    positions = cached[:, None] + torch.arange(width, device=tokens.device)  # [R, width]
-    # Of two new texts of 4 and 6 tokens, for example, 3 and 5 tokens go into the cache. The
-    # positions are 0, 1, 2, scratch, scratch in one row, and 0, 1, 2, 3, 4 in the other.
-    positions = torch.where(positions < length[:, None] - 1, positions, cache.scratch)
-    size = max(1, args.micro_batch_tokens // width)
-    for start in range(0, len(new), size):
-        part = slice(start, start + size)
-        view = cache.view(int(numbers[:, 2].max()), rows[part])
-        sampler(tokens[part], positions[part], view, prefill=True)
+    device = cache.rows.device
+    rows = upload(torch.tensor(list(episodes)), device)  # [R]
+    tokens = upload(padded(texts), device)  # [R, width]
+    # Padding goes to the dummy position. If two rows lack 3 and 5 tokens, for example, the
+    # positions are 0, 1, 2, scratch, scratch and 0, 1, 2, 3, 4.
+    positions = upload(padded(spans, cache.scratch), device)  # [R, width]
+    attend = max(len(episode.ids) for episode in episodes.values())
+    rows_per_forward = max(1, args.micro_batch_tokens // width)
+    for start in range(0, len(episodes), rows_per_forward):
+        part = slice(start, start + rows_per_forward)
+        sampler(tokens[part], positions[part], cache.view(attend, rows[part]), prefill=True)
     for episode in episodes.values():
         episode.cached = len(episode.ids) - 1
 
@@ -1148,9 +1157,10 @@ def fill_slots(
 
 
 def begin_turn(slots: Slots, episodes: dict[int, Episode]) -> None:
-    """Set up the rows of `episodes` {slot: episode}, whose keys and values are in the cache."""
-    numbers = [(slot, e.ids[-1], len(e.ids), e.limit, e.key) for slot, e in episodes.items()]
-    rows, newest, length, limit, keys = torch.tensor(numbers).to(slots.tokens.device).T  # [R] each
+    """Set up the rows of `episodes` {row: episode}, whose keys and values are in the cache."""
+    numbers = [(row, e.ids[-1], len(e.ids), e.limit, e.key) for row, e in episodes.items()]
+    table = upload(torch.tensor(numbers), slots.tokens.device)
+    rows, newest, length, limit, keys = table.T  # [R] each
     slots.tokens[rows, length - 1] = newest
     slots.length[rows] = length
     slots.limit[rows] = limit
@@ -1208,7 +1218,7 @@ def envs_needed(args: Args, n_episodes: int) -> int:
 
 
 @torch.no_grad()
-def rollout(sampler, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False) -> Rollout:
+def rollout(sampler, tokenizer, envs, seeds, sample_ids, iteration, args, greedy=False) -> Rollout:
     """Play an episode for each of `seeds` [N], min(rollout_slots, len(envs)) at the same time.
 
     `sample_ids` [N], the indices of the episodes among those of all ranks, and `iteration`, which
@@ -1321,9 +1331,10 @@ def to_rollout(
     )
 
 
-def padded(rows: list) -> Tensor:
-    """[N, T] of N rows, which are lists or tensors, padded on the right with 0."""
-    return nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)
+def padded(rows: list, fill: int = 0) -> Tensor:
+    """[N, T] of N rows, which are lists or tensors, padded on the right with `fill`."""
+    rows = [torch.as_tensor(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
 
 def play(sampler, tokenizer, envs, seeds, iteration, args, world, greedy=False) -> Rollout:
@@ -1333,7 +1344,7 @@ def play(sampler, tokenizer, envs, seeds, iteration, args, world, greedy=False) 
     mine = None
     if first < end:  # there may be fewer episodes than ranks
         mine = rollout(
-            sampler, tokenizer, envs, seeds[first:end], range(first, end), args, iteration, greedy
+            sampler, tokenizer, envs, seeds[first:end], range(first, end), iteration, args, greedy
         )
     return concatenate([part for part in world.gather(mine) if part is not None])
 

@@ -57,7 +57,7 @@ class Sides:
         envs = [common.Prompts(self.prompts) for _ in rows]
         self.times.clear()
         with common.forced(ppo_llm, [self.new] * len(rows), lambda: self.times.append(time.perf_counter())):
-            return ppo_llm.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0, greedy=True).tokens
+            return ppo_llm.rollout(self.actor, self.tokenizer, envs, rows, rows, 0, args, greedy=True).tokens
 
     def generate(self, cache: str | None, compiled: bool) -> torch.Tensor:
         config = transformers.CompileConfig(mode="default")  # "reduce-overhead" is for CUDA graphs

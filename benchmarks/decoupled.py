@@ -54,9 +54,9 @@ def worker(folder: Path, flags: list[str]) -> None:
     rollout, from_rollout = ppo_llm.rollout, ppo_llm.Experience.from_rollout
     end_iteration = ppo_llm.TrainState.end_iteration
 
-    def timed_rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False):
+    def timed_rollout(actor, tokenizer, envs, seeds, sample_ids, iteration, args, greedy=False):
         begin = time.time()
-        result = rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy)
+        result = rollout(actor, tokenizer, envs, seeds, sample_ids, iteration, args, greedy)
         if iteration >= 0:  # no evaluation
             spans.append(("sample", begin, time.time()))
         return result

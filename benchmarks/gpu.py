@@ -82,7 +82,7 @@ class Bench:
 
         def run():
             envs = [common.Prompts(prompts) for _ in range(count)]
-            ppo.rollout(self.actor, self.tokenizer, envs, rows, rows, args, 0)
+            ppo.rollout(self.actor, self.tokenizer, envs, rows, rows, 0, args)
 
         def after():
             if not first:  # the prompts' forward and the first steps are done

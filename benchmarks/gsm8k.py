@@ -102,7 +102,7 @@ def greedy_tokens(model, tokenizer, env, rows, new_tokens):
     """Per row, ours and transformers' greedy continuation."""
     args = ppo.Args(max_prompt_tokens=512, max_new_tokens=new_tokens, rollout_slots=4)
     actor, _ = ppo.load_hf_checkpoint(model.name_or_path)
-    batch = ppo.rollout(actor, tokenizer, [env] * 1, range(rows), range(rows), args, 0, greedy=True)
+    batch = ppo.rollout(actor, tokenizer, [env] * 1, range(rows), range(rows), 0, args, greedy=True)
     for i in range(rows):
         n, prompt = int(batch.lengths[i]), int(batch.mask[i].float().argmax())
         ids, seen = batch.tokens[i, :n], torch.ones(1, prompt)

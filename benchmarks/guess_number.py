@@ -53,7 +53,7 @@ def play(folder: Path, greedy: bool) -> list[str]:
     model, _ = ppo_llm.load_hf_checkpoint(folder / "model")
     args, envs = ppo_llm.Args(max_prompt_tokens=16, max_new_tokens=24), [EachNumber() for _ in range(512)]
     tokenizer = ppo_llm.HFTokenizer(folder / "model")
-    batch = ppo_llm.rollout(model, tokenizer, envs, range(512), range(512), args, -1, greedy)
+    batch = ppo_llm.rollout(model, tokenizer, envs, range(512), range(512), -1, args, greedy)
     return [f"{float(batch.rewards.sum()) / 512:.3f}", f"{int(batch.mask.sum()) / 1024:.3f}"]  # two tokens a guess
 
 

@@ -28,14 +28,14 @@ def train(seed: int) -> list[dict]:
     points, rollout = [], ppo_llm.rollout
     envs = [ppo_llm.gym.make("SortDigits-v0", disable_env_checker=True, split="test") for _ in range(EPISODES)]
 
-    def watched_rollout(actor, tokenizer, train_envs, seeds, sample_ids, args, iteration, greedy=False):
+    def watched_rollout(actor, tokenizer, train_envs, seeds, sample_ids, iteration, args, greedy=False):
         if iteration >= 0 and iteration % EVERY == 0:
             evaluate(actor, tokenizer, args, iteration)
-        return rollout(actor, tokenizer, train_envs, seeds, sample_ids, args, iteration, greedy)
+        return rollout(actor, tokenizer, train_envs, seeds, sample_ids, iteration, args, greedy)
 
     def evaluate(actor, tokenizer, args, iteration):
         noise, numbers = -1 - iteration, range(EPISODES)
-        sampled, best = (rollout(actor, tokenizer, envs, numbers, numbers, args, noise, greedy)
+        sampled, best = (rollout(actor, tokenizer, envs, numbers, numbers, noise, args, greedy)
                          for greedy in (False, True))  # fmt: skip
         points.append({
             "samples": iteration * args.rollout_batch_size, "sampled": sum(sampled.success) / EPISODES,

@@ -67,7 +67,7 @@ class HeldOut:
         point = {"samples": samples, "seconds": seconds}
         greedy = min(self.N, len(self.envs[0].unwrapped.rows))
         for kind, N in ("sampled", self.N), ("greedy", greedy):
-            batch = ppo_llm.rollout(model, self.tokenizer, self.envs, range(N), range(N), self.args, -1 - samples,
+            batch = ppo_llm.rollout(model, self.tokenizer, self.envs, range(N), range(N), -1 - samples, self.args,
                                     greedy=kind == "greedy")  # fmt: skip
             point[kind] = {"success": sum(batch.success) / N, "reward": float(batch.rewards.sum()) / N,
                            "prompts": batch.prompts[:10], "responses": batch.texts[:10]}  # fmt: skip

@@ -53,7 +53,7 @@ class HeldOut:
 
     def add(self, samples: int, model: ppo_llm.Transformer) -> None:
         noise = -1 - samples // SAMPLES
-        batch = ppo_llm.rollout(model, self.tokenizer, self.envs, range(512), range(512), self.args, noise)
+        batch = ppo_llm.rollout(model, self.tokenizer, self.envs, range(512), range(512), noise, self.args)
         self.curve.append((samples, sum(batch.success) / 512))
 
 

@@ -70,7 +70,7 @@ def make_pairs(folder: str) -> None:
         for k in range(passes):
             seeds = [i for i in range(len(questions)) for _ in range(2)]
             envs = [common.Prompts(questions) for _ in range(64)]
-            batch = ppo_llm.rollout(model, tokenizer, envs, seeds, range(len(seeds)), args, k)
+            batch = ppo_llm.rollout(model, tokenizer, envs, seeds, range(len(seeds)), k, args)
             rewards = [sentiment(text) for text in batch.texts]
             for i in range(0, len(seeds), 2):
                 (low, worse), (high, better) = sorted(zip(rewards[i : i + 2], batch.texts[i : i + 2]))
@@ -207,7 +207,7 @@ def look(folder: str) -> None:
         tokenizer, questions = ppo_llm.HFTokenizer(model_folder), prompts("train") + prompts("test")
         args = ppo_llm.Args(max_prompt_tokens=64, max_new_tokens=TOKENS, rollout_slots=64, compile="off")
         envs, rows = [common.Prompts(questions) for _ in range(64)], range(len(questions))
-        batch = ppo_llm.rollout(model, tokenizer, envs, rows, rows, args, -1)
+        batch = ppo_llm.rollout(model, tokenizer, envs, rows, rows, -1, args)
         on_topic = statistics.mean(map(is_on_topic, batch.prompts, batch.texts))
         beginnings = collections.Counter(" ".join(text.split()[:4]) for text in batch.texts)
         frequent, count = beginnings.most_common(1)[0]

@@ -112,7 +112,7 @@ class Bench:
         with common.forced(ppo, lengths, after) as blocks, turns.of(name):
             count = ppo.envs_needed(self.args, len(lengths))
             envs = [common.Prompts(self.prompts) for _ in range(count)]
-            batch = ppo.rollout(self.actors[name], self.tokenizer, envs, seeds, seeds, self.args, 0, greedy=True)
+            batch = ppo.rollout(self.actors[name], self.tokenizer, envs, seeds, seeds, 0, self.args, greedy=True)
             self.synchronize()
         assert batch.mask.sum(1).tolist() == lengths
         assert len(blocks) * K == steps, (len(blocks), K, steps)

@@ -187,10 +187,14 @@ class Device(TorchDispatchMode):
             optimizer.state[p] = moments | {"step": torch.zeros((), device=p.device)}
         return optimizer
 
-    def begin_turn(self, actor, cache, slots, playing, args):
-        """Prefill; then decode steps at the start, in the middle and at the end of a wave, counted for all of it."""
-        self.phase = "prefill"
-        original.begin_turn(actor, cache, slots, playing, args)
+    def prefill(self, actor, cache, playing, args):
+        self.phase, self.turn = "prefill", (actor, cache, args)
+        original.prefill(actor, cache, playing, args)
+
+    def begin_turn(self, slots, playing):
+        """Makes decode steps at the start, in the middle and at the end of a wave, counted for all of it."""
+        original.begin_turn(slots, playing)
+        actor, cache, args = self.turn
         self.phase, self.times = "decode", args.max_new_tokens / 3
         for new in (0, args.max_new_tokens // 2, args.max_new_tokens - 1):
             original.decode_step(actor, cache.view(args.max_prompt_tokens + new + 1), slots, args.temperature, False)
@@ -239,8 +243,8 @@ def main() -> None:
         HFTokenizer=lambda folder: original.HFTokenizer.from_texts(["0123456789="]),
         load_weights=lambda model, folder: [torch.nn.init.normal_(ppo_llm.local_tensor(p)) for p in model.parameters()],
         evaluate=lambda *args: Counter(), save_hf_checkpoint=lambda *args: None, decode_step=lambda *args: None,
-        make_optimizer=device.make_optimizer, begin_turn=device.begin_turn, end_turn=device.end_turn,
-        Clock=lambda: Clock(device))  # fmt: skip
+        make_optimizer=device.make_optimizer, prefill=device.prefill, begin_turn=device.begin_turn,
+        end_turn=device.end_turn, Clock=lambda: Clock(device))  # fmt: skip
     ppo_llm.Diagnosis.refuse_broken_ratio = lambda diagnosis: None  # its numbers are made up
     _fsdp_param.free_storage = lambda x: device.resize(x, 0)
     _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = lambda x: device.resize(x, x.nbytes)

@@ -93,7 +93,7 @@ def check_folder(folder: Path) -> None:
     check(f"logits differ by at most {difference:.1e}, the largest is {largest:.1f}", difference < 1e-3)
 
     args = ppo_llm.Args(max_prompt_tokens=64, max_new_tokens=32)
-    batch = ppo_llm.rollout(actor, tokenizer, [common.Prompts([QUESTION])], [0], [0], args, -1, greedy=True)
+    batch = ppo_llm.rollout(actor, tokenizer, [common.Prompts([QUESTION])], [0], [0], -1, args, greedy=True)
     answer, stop = batch.texts[0], batch.stop[0]
     check(f"greedy answer to {QUESTION!r}: {answer!r}, {stop}", "Paris" in answer and stop == "eos")
 

@@ -43,11 +43,11 @@ def run(ppo, folder, name, flags, fault=None):
             getattr(gradient, "to_local", lambda: gradient)().view(-1)[0] = torch.nan
         return original(parameters, *args, **kwargs)
 
-    def rollout(original, actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy=False):
+    def rollout(original, actor, tokenizer, envs, seeds, sample_ids, iteration, args, greedy=False):
         seen["rollouts"] += iteration >= 0  # not those of evaluations
         if fault.get("signal") == RANK and iteration == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy)
+        return original(actor, tokenizer, envs, seeds, sample_ids, iteration, args, greedy)
 
     def backward(original, *args, **kwargs):
         seen["backwards"] += 1

@@ -50,7 +50,7 @@ def play(model, monkeypatch):
         count = envs or ppo.envs_needed(args, N)
         with monkeypatch.context() as patch:
             patch.setattr(ppo.Episode, "begin", forced_begin)
-            return ppo.rollout(model, tokenizer, [env() for _ in range(count)], range(N), range(N), args, 3, greedy)
+            return ppo.rollout(model, tokenizer, [env() for _ in range(count)], range(N), range(N), 3, args, greedy)
 
     return play
 

@@ -59,7 +59,7 @@ def run(ppo, actor, tokenizer, env="Plain", samples=6, ids=None, iteration=0, gr
     seeds, sample_ids = zip(*(ids or [(i, i) for i in range(samples)]), strict=True)
     args = ppo.Args(**({"max_prompt_tokens": 40, "max_new_tokens": 12, "rollout_slots": 16} | changes))
     envs = make_envs(env, 16) if isinstance(env, str) else env
-    return ppo.rollout(actor, tokenizer, envs, seeds, sample_ids, args, iteration, greedy)
+    return ppo.rollout(actor, tokenizer, envs, seeds, sample_ids, iteration, args, greedy)
 
 
 def rows(batch):
