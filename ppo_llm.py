@@ -480,6 +480,7 @@ def train(args: Args) -> dict:
             # with (seed, iteration), so that a resumed run gets the same prompts, and keep success
             # rates and the like in `state`.
             prompt_seeds = range(state.next_seed, state.next_seed + args.rollout_batch_size)
+            state.next_seed = prompt_seeds.stop
             seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
             batch = play(sampler, tokenizer, envs, seeds, state.iteration, args, world)
             # Statistics of the batch are logged with the iteration.
@@ -517,6 +518,7 @@ def train(args: Args) -> dict:
             clock.end("critic")
 
             # --- Actor epochs; none while only the critic is trained
+            # FORK: tokens that only the critic learns from: see "Forks" in the README.
             epochs = args.ppo_epochs if state.iteration >= args.critic_warmup_iterations else 0
             actor_stats = []  # of each optimizer step
             early_stop = None  # statistics of the minibatch at which --target-kl ended the epochs
@@ -551,6 +553,7 @@ def train(args: Args) -> dict:
                     early_stop = step_stats
                     actor_optimizer.zero_grad()
                     break  # the steps that are not made do not advance the schedule
+                # FORK: learning rate.
                 lr = linear_schedule(args.actor_lr, args.lr_end, state.actor_steps,
                                      plan.actor_steps_total)  # fmt: skip
                 optimizer_step(actor_optimizer, lr, step_stats["grad_norm"])
@@ -572,8 +575,8 @@ def train(args: Args) -> dict:
                     clock)  # fmt: skip
             # Ends the run if the approximate KL of its very first minibatch was above 1e-3.
             diagnosis.refuse_broken_ratio()
-            # Counts the iteration and moves on to the next prompts.
-            state.end_iteration(args, actor_stats, critic_stats)
+            # Counts the iteration. 20 gradients in a row that are not finite end the run.
+            state.end_iteration(actor_stats, critic_stats)
             if interrupt or state.is_due_for_saving(args):
                 save_checkpoint(run, checkpointed, state, args, world)
 
@@ -597,7 +600,7 @@ def linear_schedule(first: float, end_fraction: float, step: int, total_steps: i
 def optimizer_step(optimizer: torch.optim.Optimizer, lr: float, grad_norm: float) -> None:
     """Update the weights, unless the gradient is not finite, and clear the gradient."""
     for group in optimizer.param_groups:
-        # FORK: learning rates: give parameter groups an "lr_scale" in make_optimizer.
+        # FORK: learning rates of parameter groups: give them an "lr_scale" in make_optimizer.
         group["lr"] = lr * group.get("lr_scale", 1.0)
     if math.isfinite(grad_norm):
         optimizer.step()
@@ -908,7 +911,8 @@ def minibatches(
         # A function of (seed, iteration, epoch), so that a resumed run has the same orders.
         seed = ((args.seed * 1_000_003 + experience.iteration) * 1_000_003 + epoch) % 2**63
         order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed))
-        # FORK: which samples make a minibatch.
+        # FORK: which samples make a minibatch. If that changes how many there are, plan_steps has
+        # to change, too: the learning rates decay over its totals.
         parts = order.split(args.train_batch_size)
         for rows in progress(parts, f"epoch {epoch + 1}, minibatches"):
             n_tokens = int(experience.cpu_mask[rows].sum())
@@ -2533,8 +2537,7 @@ def plan_steps(args: Args, world_size: int = 1) -> Plan:
         print0(f"--train-batch-size {args.train_batch_size}: some of {world_size} ranks are idle")
     minibatches = samples // args.train_batch_size
     actor_steps = minibatches * args.ppo_epochs
-    critic_epochs = args.ppo_epochs if args.critic_epochs is None else args.critic_epochs
-    critic_steps = minibatches * critic_epochs
+    critic_steps = minibatches * args.critic_epochs
     actor_iterations = max(0, args.num_iterations - args.critic_warmup_iterations)
     return Plan(
         samples_per_iteration=samples,
@@ -3000,8 +3003,9 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of DCP in 
 class TrainState:
     """What one iteration passes on to the next, besides weights and moments.
 
-    It is saved as JSON: fields must be numbers, strings, lists of these, or dicts whose keys are
-    strings. FORK: a field of your own, with a default, is saved and resumed with the others.
+    It is saved as JSON: fields must be Python's numbers and strings, lists of these, or dicts whose
+    keys are strings. JSON would make lists of tuples, and strings of keys that are numbers.
+    FORK: a field of your own, with a default, is saved and resumed with the others.
     """
 
     iteration: int = 0  # iterations done
@@ -3015,18 +3019,16 @@ class TrainState:
     return_scale: float = 0.0  # see diagnose_values
     eval_before: dict | None = None
 
-    def end_iteration(
-        self, args: Args, actor_stats: list[dict], critic_stats: list[dict]
-    ) -> None:
+    def end_iteration(self, actor_stats: list[dict], critic_stats: list[dict]) -> None:
         self.iteration += 1
-        self.next_seed += args.rollout_batch_size
         for i, steps in enumerate((actor_stats, critic_stats)):
             for step in steps:
                 self.skipped_in_a_row[i] = self.skipped_in_a_row[i] + 1 if step["skipped"] else 0
                 if self.skipped_in_a_row[i] >= 20:
                     raise UserError("20 non-finite gradients in a row: lower the learning rates")
         with attempt("save TrainState"):  # now, and not at the first checkpoint
-            json.dumps(vars(self))
+            if repr(json.loads(json.dumps(vars(self)))) != repr(vars(self)):
+                raise ValueError("a field is changed by saving it as JSON, see TrainState")
 
     LASTING = 5  # iterations after which a fault of the critic is named; not a field
 
@@ -3264,7 +3266,7 @@ def resume(args: Args, checkpointed: dict) -> TrainState:
         raise UserError(f"{found[0]} cannot be read: {error!s:.500}{advice}") from error
     if unknown := saved.keys() - vars(TrainState()).keys():
         has = f"{found[0]}: another version of the script saved it, whose TrainState has"
-        raise UserError(f"{has} {', '.join(sorted(unknown))}")
+        raise UserError(f"{has} {', '.join(sorted(unknown))}: resume it with that version")
     state = TrainState(**saved)
     print0(f"resuming from {found[0]}, after {state.iteration} iterations")
     return state

@@ -65,10 +65,10 @@ def worker(folder: Path, flags: list[str]) -> None:
         start[0] = time.time()
         return from_rollout(*arguments)
 
-    def timed_end_iteration(state, args, actor_steps, critic_steps):
+    def timed_end_iteration(state, actor_steps, critic_steps):
         if critic_steps:  # not on a rank that only samples
             spans.append(("update", start[0], time.time()))
-        end_iteration(state, args, actor_steps, critic_steps)
+        end_iteration(state, actor_steps, critic_steps)
 
     sys.argv[1:] = [*flags, f"--log-dir={folder}", "--run-name=run", "--save-every=0"]
     with (

@@ -220,7 +220,7 @@ def test_a_checkpoint_of_a_fork_with_more_state_is_not_called_damaged(ppo, copie
     content = json.loads((newest(copied) / "state.json").read_text())
     content["state"]["success_rates"] = [0.5]
     (newest(copied) / "state.json").write_text(json.dumps(content))
-    with pytest.raises(ppo.UserError, match=r"iter_000003: another version .* TrainState has success_rates$"):
+    with pytest.raises(ppo.UserError, match=r"iter_000003: another version .* TrainState has success_rates: resume"):
         train(ppo, tmp_path, resume="auto", **WARMUP)
 
 

@@ -112,7 +112,7 @@ def assert_no_critic(ppo, folder):
     (_, (_, models)), = ppo.calls["build_models"]  # fmt: skip
     assert models[1] is None
     assert not (folder / "checkpoints" / "iter_000002" / "critic").exists()
-    assert ppo.plan_steps(ppo.Args()).critic_steps_total == 0
+    assert ppo.validate(ppo.Args()).critic_steps_total == 0
 
 
 def test_group_normalised(tmp_path):

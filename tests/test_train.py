@@ -140,13 +140,13 @@ def assert_same_metrics(rows, others, tolerance=1e-5):
 def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, critic):
     seen = run(**flags)
     names = [name for name, *_ in seen.steps]
-    plan = ppo.plan_steps(ppo.Args(**(SMALL | flags)))
+    plan = ppo.validate(ppo.Args(**(SMALL | flags)))
     assert (names.count("actor"), names.count("critic")) == (actor, critic)
     assert (plan.actor_steps_total, plan.critic_steps_total) == (actor, critic)
     assert seen.summary["update_steps"] == seen.rows[-1]["charts/actor_steps"] == actor
     assert sum(len(batch.texts) for batch in seen.batches) == plan.episodes_total
     assert [name for name, _ in itertools.groupby(names)][:2] == ["critic", "actor"]
-    assert dataclasses.astuple(ppo.plan_steps(ppo.Args())) == (256, 4, 8, 8, 2160, 2160, 69120)  # what the README says
+    assert dataclasses.astuple(ppo.validate(ppo.Args())) == (256, 4, 8, 8, 2160, 2160, 69120)  # what the README says
 
 
 def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_iterations(run):
@@ -270,7 +270,7 @@ def test_data_of_forks_stay_with_their_samples(ppo, tmp_path):
         extras = {name: x[..., :7] if x.ndim > 1 else x for name, x in batch.extras.items()}
         other = dataclasses.replace(batch, **short, extras=extras)  # as of a rank whose longest sample is shorter
         both = ppo.concatenate([other, batch])
-        return ppo.select(both, list(range(8, 16)), ppo.plan_steps(ppo.Args(**SMALL)))
+        return ppo.select(both, list(range(8, 16)), ppo.validate(ppo.Args(**SMALL)))
 
     def watched(experience, rows):
         mb = getitem(experience, rows)
