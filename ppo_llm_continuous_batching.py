@@ -1151,7 +1151,8 @@ def fill_slots(
             staged.update(enumerate(ready))
             prefill(sampler, prompts, staged, args)
             ahead[:] = [episode for episode in ahead if episode not in ready]
-        slot, source = free.pop(0), next(iter(staged))
+        slot = free.pop(0)
+        source = next(iter(staged))
         seated[slot] = staged.pop(source)
         length = seated[slot].cached
         for layer, prompt_layer in zip(cache.layers, prompts.layers):
@@ -1240,21 +1241,26 @@ def rollout(sampler, tokenizer, envs, seeds, sample_ids, iteration, args, greedy
     keys = sample_keys(args.seed, iteration, sample_ids).tolist()
     decoder = Decoder(sampler, cache, slots, args, greedy)
     episodes = []  # all that have been started, in the order of `seeds`
-    ahead, staged = [], {}  # those that have no slot yet, see fill_slots
+    ahead = []  # those that have no slot yet, see fill_slots
+    staged = {}  # {row of `prompts`: episode} of those whose prompts are prefilled
     playing = {}  # {slot: episode} of those that have a slot
     decoding = {}  # {slot: length of its text} of the slots that are decoding
-    free_envs, patience, steps = list(envs), PATIENCE, 0
+    free_envs = list(envs)
+    patience = PATIENCE
+    steps = 0
     bar = progress(desc="rollout, samples" if iteration >= 0 else "evaluation, samples", total=N)
     while len(episodes) < N or len(free_envs) < len(envs):
         # Ask for prompts, also ahead of time.
         while free_envs and len(episodes) < N:
-            i, env = len(episodes), free_envs.pop()
+            i = len(episodes)
+            env = free_envs.pop()
             where = f"sample {sample_ids[i]}, seed {seeds[i]}"
             call = EnvCall(env, "reset", where, args, seed=seeds[i])
             ahead.append(Episode(env, where, keys[i], call))
             episodes.append(ahead[-1])
 
-        # Take answers. Wait only for those without which a slot cannot go on.
+        # Take answers. Wait only for those without which a slot cannot go on: of the episodes in
+        # slots and, if free slots lack prompts, of the next ones.
         free = [slot for slot in range(B) if slot not in playing]
         next_ones = ahead if len(free) > len(staged) else []
         waiting = [*playing.values(), *next_ones]
@@ -1293,15 +1299,16 @@ def rollout(sampler, tokenizer, envs, seeds, sample_ids, iteration, args, greedy
 
 
 def rollout_stats(episodes: list[Episode], B: int, K: int, steps: int) -> dict[str, float]:
-    """Decode steps, and how they compare with those of other schedules, computed from the lengths.
+    """Decode steps, and how many other schedules would take, computed from the lengths.
 
-    gain_over_static is the number of steps that waves would take, each turn of a wave being as long
-    as its longest response, divided by the steps taken here. ideal_gain is the same for a schedule
+    gain_over_static is the steps of waves, in which each turn is as long as its longest response,
+    divided by the steps taken here. ideal_gain is the steps of waves divided by those of a schedule
     in which no slot ever waits, but takes the next sample as soon as its own ends.
     """
     # Each length is rounded up to the K steps between two looks at the device.
     turns = [[-(-length // K) * K for length in episode.turns] for episode in episodes]
-    waves, ends = 0, [0] * B
+    waves = 0
+    ends = [0] * B
     for start in range(0, len(turns), B):
         waves += sum(map(max, itertools.zip_longest(*turns[start : start + B], fillvalue=0)))
     for lengths in turns:
@@ -1383,7 +1390,8 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: dict) -> ModelConfig:
         """Read config.json of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
-        kind, act = raw.get("model_type"), raw.get("hidden_act", "silu")
+        kind = raw.get("model_type")
+        act = raw.get("hidden_act", "silu")
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("llama", "qwen2", "qwen3"):
@@ -1421,7 +1429,8 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     if scaling is None:
         return frequencies
     rotations = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     smooth = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / scaling["factor"] + smooth * frequencies
 
@@ -1491,8 +1500,11 @@ class Packing:
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.layer, self.D, hidden = layer, config.head_dim, config.hidden_size
-        self.H, self.Hkv = config.num_attention_heads, config.num_key_value_heads
+        self.layer = layer
+        self.H = config.num_attention_heads
+        self.Hkv = config.num_key_value_heads
+        self.D = config.head_dim
+        hidden = config.hidden_size
         self.grouped = self.H != self.Hkv  # comparing in forward would break the compiled graph
         # FORK: model surgery, such as adapters. Do not initialize a sharded weight at random: every
         # rank would draw the same numbers for its shard.
@@ -1508,18 +1520,19 @@ class Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.H, self.D))  # [..., H, D]
         k = self.k_proj(x).unflatten(-1, (self.Hkv, self.D))  # [..., Hkv, D]
         v = self.v_proj(x).unflatten(-1, (self.Hkv, self.D))
-        q, k = apply_rope(self.q_norm(q), cos, sin), apply_rope(self.k_norm(k), cos, sin)
+        q = apply_rope(self.q_norm(q), cos, sin)
+        k = apply_rope(self.k_norm(k), cos, sin)
         if cache is not None:
             return self.o_proj(self.attend_to_cache(q, k, v, cache, positions, mask))
         if packing is not None:
             q, k, v = (packing.unpack(x) for x in (q, k, v))  # [B, T, H or Hkv, D]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or Hkv, T, D]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or Hkv, T, D]
         grouped = self.grouped
         if grouped and q.is_cuda and q.dtype == torch.float32:
             # On a GPU only flash attention supports grouped heads, and it does not support float32.
             # The kernel that would take over holds all scores [B, H, T, T].
-            G, grouped = self.H // self.Hkv, False
-            k, v = k.repeat_interleave(G, dim=1), v.repeat_interleave(G, dim=1)
+            grouped = False
+            k, v = (x.repeat_interleave(self.H // self.Hkv, dim=1) for x in (k, v))
         # Rows start at index 0, so causality alone hides the padding on the right.
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         out = out.transpose(1, 2)  # [B, T, H, D]
@@ -1542,7 +1555,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden = config.hidden_size
+        inner = config.intermediate_size
+        bias = config.mlp_bias
         self.gate_proj = nn.Linear(hidden, inner, bias=bias)
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
@@ -1554,7 +1569,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config, layer), MLP(config)
+        self.self_attn = Attention(config, layer)
+        self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -1568,7 +1584,10 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, head: Literal["lm", "scalar"] = "lm"):
         super().__init__()
-        self.config, self.head, self.checkpointing = config, head, False
+        self.config = config
+        self.head = head
+        self.tied = head == "lm" and config.tie_word_embeddings
+        self.checkpointing = False
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers)),
@@ -1582,7 +1601,7 @@ class Transformer(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        if self.head == "lm" and self.config.tie_word_embeddings:
+        if self.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
@@ -1600,11 +1619,13 @@ class Transformer(nn.Module):
         All of it is one method because FSDP gathers the weights in hooks of `forward` alone.
         """
         if packing is not None:
-            tokens, positions = packing.pack(tokens), packing.position  # [n]
+            tokens = packing.pack(tokens)  # [n]
+            positions = packing.position  # [n]
         elif positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         angles = positions[..., None, None].float() * self.rope  # [..., 1, D / 2]
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         context = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), packing)
         if cache is not None:
             G = self.config.num_attention_heads // self.config.num_key_value_heads
@@ -1721,7 +1742,8 @@ class ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part, log_p, target in ChunkedLogprobs.chunks(hidden, weight, targets, ctx.temperature):
             # d loss / d logits = onehot * g - p * (g + grad_entropy * (log p + entropy)), in place
-            g, p = grad_logprobs[part, None], log_p.exp()
+            g = grad_logprobs[part, None]
+            p = log_p.exp()
             log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None]).add_(g)
             grad = p.mul_(log_p).neg_().scatter_add_(1, target, g)
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
@@ -1740,14 +1762,13 @@ def hash32(x: Tensor) -> Tensor:
     return x ^ (x >> 16 & 0xFFFF)
 
 
-def sample_keys(seed: int, iteration: int, sample_ids, device="cpu") -> Tensor:
-    """A key [N] for the noise of each sample.
+def sample_keys(seed: int, iteration: int, sample_ids) -> Tensor:
+    """A key [N] for the noise of each sample: a hash of seed, iteration and index of the sample.
 
-    With it the text of a sample depends on the weights and on its prompt, but not on the batch, the
-    slot or the rank it is computed in.
+    So the noise does not depend on the batch, the slot or the rank in which a text is computed.
     """
-    int32 = lambda x: torch.tensor(x, device=device).to(torch.int32)
-    return hash32(hash32(hash32(int32(seed)) ^ int32(iteration)) ^ int32(list(sample_ids)))
+    int32 = lambda x: torch.tensor(x, dtype=torch.int32)
+    return hash32(hash32(hash32(int32(seed)) ^ int32(iteration)) ^ int32(sample_ids))
 
 
 def sampling_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
@@ -1778,8 +1799,9 @@ class HFTokenizer:
         self.tokenizer.no_truncation()
         stop_ids = {self.hf.eos_token_id}
         for name in ("config.json", "generation_config.json"):
-            if (self.folder / name).is_file():
-                ids = read_json(self.folder / name).get("eos_token_id")
+            path = self.folder / name
+            if path.is_file():
+                ids = read_json(path).get("eos_token_id")
                 stop_ids.update(ids if isinstance(ids, list) else [ids])
         self.stop_ids = sorted(stop_ids - {None})
         if not self.stop_ids:
@@ -1826,7 +1848,9 @@ class HFTokenizer:
         """What the chat template puts between two turns of the assistant, around `text`."""
         if self.hf.chat_template:
             whole = self.render(("user", "-"), ("assistant", "<<turn>>"), ("user", text))
-            text = whole.partition("<<turn>>")[2]
+            _, answer, text = whole.partition("<<turn>>")
+            if not answer:
+                raise UserError(f"the chat template of {self.folder} leaves out earlier turns")
             for token in self.hf.convert_ids_to_tokens(self.stop_ids):
                 # The actor has sampled it. Llama 2's template puts a space before it.
                 if token and text.lstrip().startswith(token):
@@ -1841,7 +1865,7 @@ class HFTokenizer:
 
 def read_json(path: Path) -> dict:
     with attempt(f"read {path}"):
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError("not a JSON object")
         return content
@@ -1859,10 +1883,13 @@ def write_json(path: Path, content: dict) -> None:
 
 def load_config_and_tokenizer(folder: str):
     """Load both from a folder. Raises UserError if the tokenizer has ids that the model lacks."""
-    config, tokenizer = load_config(folder), HFTokenizer(folder)
+    config = load_config(folder)
+    tokenizer = HFTokenizer(folder)
     if tokenizer.vocab_size > config.vocab_size:
-        has = f"{folder}: a vocabulary of {config.vocab_size}"
-        raise UserError(f"{has}, the tokenizer needs {tokenizer.vocab_size}")
+        raise UserError(
+            f"{folder}: a vocabulary of {config.vocab_size}, "
+            f"the tokenizer needs {tokenizer.vocab_size}"
+        )
     return config, tokenizer
 
 
@@ -1929,18 +1956,21 @@ def save_hf_checkpoint(
     raw = model.config.raw | {"torch_dtype": dtype, "dtype": dtype}
     if model.head == "scalar":
         family = raw["model_type"].capitalize()  # Llama, Qwen2, Qwen3
-        raw["architectures"] = [f"{family}ForSequenceClassification"]
-        raw |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}  # transformers counts them
-        raw["pad_token_id"] = tokenizer.pad_id  # transformers finds the last token by it
-    path, generation_config = Path(path), tokenizer.folder / "generation_config.json"
+        raw |= {
+            "architectures": [f"{family}ForSequenceClassification"],
+            "id2label": {"0": "value"},  # transformers counts the labels
+            "label2id": {"value": 0},
+            "pad_token_id": tokenizer.pad_id,  # transformers finds the last token by it
+        }
+    path = Path(path)
+    generation_config = tokenizer.folder / "generation_config.json"
     with attempt(f"write {path}"):
         tokenizer.hf.save_pretrained(path)
         # Transformers 4, on which other tools may rely, does not know the class that 5 names.
         saved = path / "tokenizer_config.json"
-        names = read_json(saved) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        write_json(saved, names)
+        write_json(saved, read_json(saved) | {"tokenizer_class": "PreTrainedTokenizerFast"})
         if generation_config.is_file():
-            (path / generation_config.name).write_text(generation_config.read_text())
+            (path / generation_config.name).write_bytes(generation_config.read_bytes())
         safetensors.torch.save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         write_json(path / "config.json", raw)
 
@@ -1971,10 +2001,12 @@ class SortDigits(gym.Env):
     def __init__(self, split: Literal["train", "test"] = "train", digits: int = 5):
         if split not in ("train", "test") or digits < 1:
             raise ValueError("split must be train or test, digits at least 1")
-        self.test, self.digits = split == "test", digits
+        self.test = split == "test"
+        self.digits = digits
 
     def reset(self, *, seed=None, options=None):
-        rng, text = random.Random(seed), ""
+        rng = random.Random(seed)
+        text = ""
         while not text or (zlib.crc32(text.encode()) % 10 == 0) != self.test:
             text = "".join(rng.choices("0123456789", k=self.digits))
         self.answer = "".join(sorted(text))
@@ -2044,7 +2076,8 @@ class Prompts(gym.Env):
         return self.row["prompt"], self.row
 
     def step(self, response):
-        reward, info = self.reward(self.row["prompt"], response, self.row), {}
+        reward = self.reward(self.row["prompt"], response, self.row)
+        info = {}
         if isinstance(reward, tuple) and len(reward) == 2:  # EnvCall refuses other tuples
             reward, info["success"] = reward
         return "", reward, True, False, info
@@ -2088,7 +2121,10 @@ class EnvCall:
     """Starts a call of an environment on another thread. `where` names it in errors."""
 
     def __init__(self, env: gym.Env, method: str, where: str, args: Args, *arguments, **keywords):
-        self.env, self.method, self.where, self.timeout = env, method, where, args.env_timeout
+        self.env = env
+        self.method = method
+        self.where = where
+        self.timeout = args.env_timeout
         samples = max(args.eval_episodes, args.rollout_batch_size * args.n_samples_per_prompt)
         of_rank = -(-samples // WORLD_SIZE)
         threads = env_threads(max(64, 2 * envs_needed(args, of_rank)))  # more than calls at a time
@@ -2099,13 +2135,18 @@ class EnvCall:
         """Wait for (prompt, info) or (text, reward, terminated, truncated, info), or UserError."""
         self.answer.wait(timeout=max(0.0, self.deadline - time.monotonic()))
         if not self.answer.ready():
-            raise self.error(f"gave no answer within --env-timeout {self.timeout:g} s")
+            raise self.error(
+                f"gave no answer within --env-timeout {self.timeout:g} s: "
+                "does it take longer, hang, or call sys.exit()?"
+            )
         try:
             value = self.answer.get()
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{place.filename}, line {place.lineno}"
-            raise self.error(f"raised {type(error).__name__}: {error} ({where})") from error
+            raise self.error(
+                f"raised {type(error).__name__}: {error} "
+                f"({place.filename}, line {place.lineno})"
+            ) from error
         form = "(text, info)"
         if self.method == "step":
             form = "(text, finite reward, terminated, truncated, info)"
@@ -2117,7 +2158,7 @@ class EnvCall:
         try:
             text, *numbers, info = value
             finite = all(map(math.isfinite, numbers))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return False
         count = 0 if self.method == "reset" else 3  # reward, terminated, truncated
         right_types = isinstance(text, str) and isinstance(info, dict)
@@ -2139,8 +2180,9 @@ def dense_rewards(
     response = tokenizer.decode(ids)
     for end, reward in pairs:
         if not (1 <= end <= len(response) and math.isfinite(reward)):
-            valid = f"(end, finite reward) with 1 <= end <= {len(response)}"
-            raise ValueError(f"{(end, reward)}: must be {valid}")
+            raise ValueError(
+                f"{(end, reward)}: must be (end, finite reward) with 1 <= end <= {len(response)}"
+            )
         completes = lambda n: tokenizer.decode(ids[: n + 1]).startswith(response[:end])
         yield bisect.bisect_left(range(len(ids)), True, key=completes), reward
 
@@ -2161,9 +2203,9 @@ def make_envs(args: Args, world: World, evaluation: bool = False) -> list[gym.En
     kinds = (gym.error.Error, ImportError, OSError, TypeError, ValueError)
     with attempt(f"make the environment of {flags}", kinds):
         kwargs = dict(**json.loads(args.env_kwargs))
-        if evaluation and args.env_id == "SortDigits-v0":
-            kwargs["split"] = "test"
         if evaluation:
+            if args.env_id == "SortDigits-v0":
+                kwargs["split"] = "test"
             kwargs |= dict(**json.loads(args.eval_env_kwargs))
         return [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
 
@@ -2175,10 +2217,11 @@ class Clock:
     """Seconds that the phases of an iteration take."""
 
     def __init__(self):
-        self.last, self.phases = time.time(), {}
+        self.last = time.monotonic()
+        self.phases = {}
 
     def end(self, phase: str) -> None:
-        now = time.time()
+        now = time.monotonic()
         self.phases[phase] = now - self.last
         self.last = now
 
@@ -2193,11 +2236,13 @@ class StepStats:
     """
 
     def __init__(self, n_tokens: int, world: World):
-        self.n_tokens, self.world = n_tokens, world  # sampled tokens of the minibatch, on all ranks
-        self.sums, self.maxima = {}, {}
+        self.n_tokens = n_tokens  # sampled tokens of the minibatch, on all ranks
+        self.world = world
+        self.sums = {}
+        self.maxima = {}
 
     def add_loss_terms(self, **terms: Tensor) -> None:
-        """Terms of the loss of a microbatch, divided by the tokens of the minibatch already."""
+        """Terms of the loss of a microbatch, divided by loss_denom already: they are added up."""
         self.add_means(self.n_tokens, **terms)
 
     def add_means(self, n_tokens: int, **means: Tensor) -> None:
@@ -2231,7 +2276,8 @@ def metrics(
     state, args, batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis, clock
 ) -> dict:
     """A line of metrics.jsonl. Means over steps are weighted by tokens, without skipped steps."""
-    N, mask = len(experience), experience.mask
+    N = len(experience)
+    mask = experience.mask
     seconds = sum(clock.phases.values())
     row = {
         "iteration": state.iteration,
@@ -2247,11 +2293,10 @@ def metrics(
         "perf/peak_memory_bytes": torch.cuda.max_memory_allocated() or None,  # 0 without a GPU
         "perf/response_tokens_per_second": experience.n_tokens / seconds,
     }
-    row |= {f"critic/{name}": value for name, value in critic_diagnosis.signals.items()}
-    row["critic/diagnosis"] = critic_diagnosis.cause
     row |= {f"time/{phase}": passed for phase, passed in clock.phases.items()}
-    row |= {f"ratio/{name}": value for name, value in diagnosis.signals.items()}
-    row["ratio/diagnosis"] = diagnosis.cause
+    for subject, found in (("critic", critic_diagnosis), ("ratio", diagnosis)):
+        row |= {f"{subject}/{name}": value for name, value in found.signals.items()}
+        row[f"{subject}/diagnosis"] = found.cause
     row["ratio/steps"] = actor_stats  # the statistics of each step take the place of their number
     sampler_diff = row.pop("ratio/sampler_diff")
     if args.recompute_old_logprobs:
@@ -2266,9 +2311,8 @@ def metrics(
         row[f"grad/skipped_{model}"] = len(steps) - len(made)
         row[f"grad/{model}_norm"] = token_mean(made, "grad_norm")
         row[f"charts/{model}_lr"] = steps[-1]["lr"] if steps else None
-        names = made[0].keys() - {"tokens", "grad_norm", "skipped", "lr"} if made else ()
-        for name in names:
-            if not name.endswith("_max"):
+        for name in made[0] if made else ():
+            if name not in ("tokens", "grad_norm", "skipped", "lr") and not name.endswith("_max"):
                 row[f"losses/{name}"] = token_mean(made, name)
     if twice := sorted(row.keys() & batch.stats.keys()):
         raise UserError(f"batch.stats: {twice[0]} is the name of another metric: choose another")
@@ -2301,17 +2345,20 @@ def describe_values(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, 
     critic.
     """
     n = mask.cumsum(1)  # [N, T] at a sampled token: which of its sample it is, from 1
-    first, last = mask & (n == 1), mask & (n == n[:, -1:])
-    explained = explained_variance(values[mask], returns[mask])
+    first = mask & (n == 1)
+    last = mask & (n == n[:, -1:])
+    all_values = values[mask]
+    all_returns = returns[mask]
+    explained = explained_variance(all_values, all_returns)
     return {
         "explained_variance": explained,
         "explained_variance_first": explained_variance(values[first], returns[first]),
         "explained_variance_last": explained_variance(values[last], returns[last]),
         "gain": 1 / max(1 - explained, 1e-6),  # NaN if that is
-        "value_mean": float(values[mask].mean()),
-        "value_std": float(values[mask].std()),
-        "return_mean": float(returns[mask].mean()),
-        "return_std": float(returns[mask].std()),
+        "value_mean": float(all_values.mean()),
+        "value_std": float(all_values.std()),
+        "return_mean": float(all_returns.mean()),
+        "return_std": float(all_returns.std()),
     }
 
 
@@ -2334,7 +2381,7 @@ def evaluate(sampler, tokenizer, reward_model, envs, iteration, args, world) -> 
 
 @dataclass
 class Diagnosis:
-    """Why the importance ratio is stuck, off, or clipped too often; or what ails the critic."""
+    """What is wrong with the importance ratio, or with the critic."""
 
     cause: str | None  # None: healthy
     advice: str
@@ -2435,7 +2482,8 @@ def diagnose_ratio(signals: dict) -> tuple[str | None, str]:
         return "critic_warmup", "see --critic-warmup-iterations"
     if s.tokens == 0:
         return "empty_mask", "no token was sampled: check --max-new-tokens, eos, mask"
-    # None of the causes of a ratio that stays at 1 explains a first ratio that is off.
+    # Comes before the causes of a ratio that stays at 1: none of them explains a first ratio that
+    # is off.
     if first_is_off:
         return "forward_mismatch", (
             "look for dropout, a shifted mask, shifted positions, another temperature, or the "
@@ -2546,7 +2594,7 @@ def diagnose_values(signals: dict) -> tuple[str | None, str]:
 
 # === 10. Errors, check of the flags, plan ===
 
-# For what happens before, or without, a World.
+# As torchrun sets them. A World has the same numbers, but does not exist yet where these are used.
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 # Progress bars appear after a second, on rank 0, if it writes to a terminal (disable=None).
@@ -2585,15 +2633,6 @@ def print0(text: str) -> None:
             print(text, flush=True)
 
 
-def valid_range(flag_type) -> Range | None:
-    """The Range in the type of a flag, such as Annotated[int, Range(1)] | None."""
-    for part in (flag_type, *typing.get_args(flag_type)):
-        for note in getattr(part, "__metadata__", ()):
-            if isinstance(note, Range):
-                return note
-    return None
-
-
 def validate(args: Args) -> Plan:
     """Fill in defaults and check the flags. A UserError names flag, value and what is valid."""
     for name, (embedded, with_model) in DEFAULTS.items():
@@ -2605,10 +2644,15 @@ def validate(args: Args) -> Plan:
         args.kl_estimator = {"reward": "k1", "loss": "k3"}[args.kl_in]
 
     for name, flag_type in typing.get_type_hints(type(args), include_extras=True).items():
-        valid, value = valid_range(flag_type), getattr(args, name)
-        if valid is not None and value is not None and not valid.low <= value <= valid.high:
-            allowed = f"at least {valid.low:g} and at most {valid.high:.10g}"
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be {allowed}")
+        value = getattr(args, name)
+        parts = (flag_type, *typing.get_args(flag_type))  # of Annotated[int, Range(1)] | None
+        ranges = [x for part in parts for x in typing.get_args(part) if isinstance(x, Range)]
+        for valid in ranges:
+            if value is not None and not valid.low <= value <= valid.high:
+                raise UserError(
+                    f"--{name.replace('_', '-')} {value}: must be at least {valid.low:g} "
+                    f"and at most {valid.high:.10g}"
+                )
 
     if args.kl_in == "loss" and args.kl_estimator == "k1":
         raise UserError("--kl-estimator k1: in the loss its gradient is 0 on average, use k2, k3")
@@ -2637,11 +2681,13 @@ class Plan:
 
 
 def plan_steps(args: Args, world_size: int = 1) -> Plan:
-    """The same for any number of ranks. Raises UserError if the sizes do not divide."""
+    """Raises UserError if the sizes do not divide. The number of ranks only affects a warning."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples % args.train_batch_size:
-        flag = f"--train-batch-size {args.train_batch_size}"
-        raise UserError(f"{flag}: must divide the {samples} samples of an iteration")
+        raise UserError(
+            f"--train-batch-size {args.train_batch_size}: "
+            f"must divide the {samples} samples of an iteration"
+        )
     if args.train_batch_size < world_size:
         print0(f"--train-batch-size {args.train_batch_size}: some of {world_size} ranks are idle")
     minibatches = samples // args.train_batch_size
@@ -2715,12 +2761,14 @@ def connect(args: Args) -> World:
     use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = torch.device("cpu")
     if use_cuda:
-        local_rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        count = torch.cuda.device_count()
         if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
             raise UserError("RANK without LOCAL_RANK: which GPU to use? Start with torchrun")
         if local_rank >= count:
-            there_are = f"--device {args.device}: there are {count} GPUs"
-            raise UserError(f"{there_are}, none for local rank {local_rank}")
+            raise UserError(
+                f"--device {args.device}: there are {count} GPUs, none for local rank {local_rank}"
+            )
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Microbatches have many shapes, which would fragment the memory without this setting.
             # It is made by a private function, since the environment variable must be set before
@@ -2810,20 +2858,22 @@ def microbatches(
     """This rank's microbatches of the samples `rows` [n], as indices on the CPU.
 
     All ranks have equally many. The longest samples come first, so that attention pads little. A
-    microbatch has at most `token_budget` tokens, and twice as many with padding, unless it is a
-    single sample that is longer.
+    microbatch has at most `token_budget` tokens, and with padding at most twice as many; a longer
+    sample is a microbatch of its own.
     """
     lengths = lengths.tolist()
     order = sorted(rows.tolist(), key=lengths.__getitem__, reverse=True)
     parts = []
-    tokens, area, longest = 0, 0, 0  # of the newest microbatch, on the rank that has most
+    tokens = area = longest = 0  # of the newest microbatch, on the rank that has most
     for start in range(0, len(order), world.size):
         group = order[start : start + world.size]  # a sample for each rank
-        is_full = tokens + lengths[group[0]] > token_budget or area + longest > 2 * token_budget
+        length = lengths[group[0]]  # of the longest of them
+        is_full = tokens + length > token_budget or area + longest > 2 * token_budget
         if not parts or is_full:
             parts.append([])
-            tokens, area, longest = 0, 0, lengths[group[0]]
-        tokens += lengths[group[0]]
+            tokens = area = 0
+            longest = length
+        tokens += length
         area += longest
         if start // world.size % 2:
             group.reverse()  # 0 1 2 2 1 0 0 1 ... keeps the ranks in balance
@@ -2887,15 +2937,14 @@ def shard(model: Transformer, args: Args, world: World) -> Transformer:
         return model
     dtype = getattr(torch, args.dtype)
     value_head = [] if model.head == "lm" else [model.score]  # stays in float32
-    tied = model.head == "lm" and model.config.tie_word_embeddings
-    embedding = [] if tied else [model.model.embed_tokens]  # large
+    embedding = [] if model.tied else [model.model.embed_tokens]  # large
     for unit in (*model.model.layers, *value_head, *embedding, model):
         precision = torch.float32 if unit in value_head else dtype
         policy = MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
         # The root, too, must reshard: its weights must be DTensors between forward and backward.
         fully_shard(unit, mesh=world.mesh, reshard_after_forward=True, mp_policy=policy)
-        # Gradients are summed over the ranks, not averaged, since the loss of a microbatch is
-        # weighted by its share of the tokens of all ranks. With gloo this needs the second call.
+        # Gradients are summed over the ranks, not averaged, since every loss is divided by the
+        # tokens of all ranks already. With gloo the sum needs the second call.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     return model
@@ -2922,7 +2971,8 @@ def local_tensor(x: Tensor) -> Tensor:
 @torch.no_grad()
 def copy_weights(source: Transformer, target: Transformer, skip=()) -> None:
     """Copy all weights but the names in `skip`. Either model may be sharded over all ranks."""
-    sources, targets = dict(source.named_parameters()), dict(target.named_parameters())
+    sources = dict(source.named_parameters())
+    targets = dict(target.named_parameters())
     only_one = (sources.keys() ^ targets.keys()) - set(skip)
     if only_one:
         raise ValueError(f"cannot copy weights that only one model has: {sorted(only_one)}")
@@ -2936,7 +2986,10 @@ def copy_weights(source: Transformer, target: Transformer, skip=()) -> None:
 
 
 def embedded_model(args: Args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
-    """The default actor: a tiny random Llama over the characters of the environment."""
+    """The default actor, a tiny random Llama, and its tokenizer.
+
+    Tokens are the characters of the prompts and demonstrations of seeds 0 to 255.
+    """
     resets = [reset(env, seed, args) for seed in range(256)]
     texts = [f"{prompt}{info.get('demonstration', '')}" for prompt, info in resets]
     tokenizer = HFTokenizer.from_texts(texts)
@@ -2983,8 +3036,10 @@ def build_models(args: Args, env: gym.Env, world: World):
     if args.critic_model:
         critic_config, critic_tokenizer = load_config_and_tokenizer(args.critic_model)
         if critic_tokenizer.hf.get_vocab() != tokenizer.hf.get_vocab():
-            reads = f"--critic-model {args.critic_model}: a critic reads the actor's tokens"
-            raise UserError(f"{reads}, but its tokenizer has another vocabulary")
+            raise UserError(
+                f"--critic-model {args.critic_model}: a critic reads the actor's tokens, "
+                "but its tokenizer has another vocabulary"
+            )
     if args.critic_lr is None:
         # A step of Adam moves each weight of the head by about the learning rate, and so the values
         # by about the rate times the width. The head starts at zero and has to reach the level of
@@ -2994,8 +3049,10 @@ def build_models(args: Args, env: gym.Env, world: World):
     longest = args.max_prompt_tokens + args.max_new_tokens
     for folder, model_config in ((args.model, config), (args.critic_model, critic_config)):
         if longest > model_config.max_position_embeddings:
-            has = f"{folder}: {model_config.max_position_embeddings} positions"
-            raise UserError(f"{has}, --max-prompt-tokens + --max-new-tokens need {longest}")
+            raise UserError(
+                f"{folder}: {model_config.max_position_embeddings} positions, "
+                f"--max-prompt-tokens + --max-new-tokens need {longest}"
+            )
     prompt, _ = reset(env, 0, args)
     Episode(env, "seed 0").begin(prompt, tokenizer, args)  # raises if the prompt is too long
 
@@ -3075,12 +3132,13 @@ def warm_start(
     first = first_prompt(args)
     _, info = reset(env, first, args)
     if args.sft_steps == 0 or "demonstration" not in info:
-        print0("warm start: none")
+        print0("warm start: none (--sft-steps is 0, or the environment has no demonstrations)")
         return
     optimizer = make_optimizer(actor, args)
     for i in progress(range(args.sft_steps), "warm start, steps"):
+        start = first + i * SFT_BATCH_SIZE
         episodes = []
-        for seed in range(first + i * SFT_BATCH_SIZE, first + (i + 1) * SFT_BATCH_SIZE):
+        for seed in range(start, start + SFT_BATCH_SIZE):
             prompt, info = reset(env, seed, args)
             with attempt(f"use the demonstration of seed {seed}, prompt {prompt!r:.80}"):
                 answer = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id]
@@ -3090,7 +3148,8 @@ def warm_start(
             episode.add_response(answer, [0.0] * len(answer))
             episodes.append(episode)
         batch = Experience.from_rollout(to_rollout(episodes, tokenizer, {}), world.device)
-        everything, stats = torch.arange(len(batch)), StepStats(batch.n_tokens, world)
+        everything = torch.arange(len(batch))
+        stats = StepStats(batch.n_tokens, world)
         for rows in microbatches(everything, batch.lengths, args.micro_batch_tokens, world):
             logprobs, _ = sampled_logprobs(actor, batch[rows], 1.0)
             loss = -logprobs.sum() / batch.n_tokens
@@ -3156,8 +3215,7 @@ class TrainState:
 
     def is_due_for_evaluation(self, args: Args) -> bool:
         """At the beginning of every `eval_every`-th iteration; before the first there was one."""
-        begun = self.iteration > 0
-        return begun and args.eval_every > 0 and self.iteration % args.eval_every == 0
+        return args.eval_every > 0 and self.iteration > 0 and self.iteration % args.eval_every == 0
 
     def is_due_for_saving(self, args: Args) -> bool:
         """After every `save_every` iterations, and after the last."""
@@ -3173,13 +3231,19 @@ class RunFolder:
     """
 
     def __init__(self, args: Args, state: TrainState, world: World):
-        self.args, self.state, self.world = args, state, world
-        self.started, self.summary = time.monotonic(), {}
-        env, now = args.env_id.split(":")[-1], time.strftime("%Y%m%d-%H%M%S")
+        self.args = args
+        self.state = state
+        self.world = world
+        self.started = time.monotonic()
+        self.summary = {}
+        env = args.env_id.split(":")[-1]
+        now = time.strftime("%Y%m%d-%H%M%S")
         name = world.gather(f"{env}__{Path(__file__).stem}__{args.seed}__{now}")[0]
-        self.path, resumed = Path(args.log_dir, args.run_name or name), args.resume == "auto"
+        self.path = Path(args.log_dir, args.run_name or name)
+        resumed = args.resume == "auto"
         if args.resume and Path(args.resume, "checkpoints").is_dir():
-            self.path, resumed = Path(args.resume), True
+            self.path = Path(args.resume)
+            resumed = True
             if args.run_name not in (None, self.path.resolve().name):
                 raise UserError("--run-name: --resume with the folder of a run continues that run; "
                                 "to begin another one, name one of its checkpoints")  # fmt: skip
@@ -3226,12 +3290,15 @@ class RunFolder:
         self, batch, experience, actor_stats, critic_stats, diagnosis, critic_diagnosis, clock
     ) -> None:
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
-        args, state = self.args, self.state
+        args = self.args
+        state = self.state
         row = metrics(state, args, batch, experience, actor_stats, critic_stats, diagnosis,
                       critic_diagnosis, clock)  # fmt: skip
         if RANK > 0:
             return
-        i, N, cause = row["iteration"], args.num_iterations, diagnosis.cause
+        i = row["iteration"]
+        N = args.num_iterations
+        cause = diagnosis.cause
         self.append("metrics", row)
         for name, value in row.items():
             if isinstance(value, int | float):
@@ -3247,14 +3314,18 @@ class RunFolder:
                 "kl": float(experience.kls[k]),
             })
         if i % max(1, N // 5) == 0:
-            sample = f"{batch.prompts[0]!r:.80} -> {batch.texts[0]!r:.200}"
-            print0(f"  {sample} (reward {experience.sample_rewards[0]:g})")
+            print0(
+                f"  {batch.prompts[0]!r:.80} -> {batch.texts[0]!r:.200} "
+                f"(reward {experience.sample_rewards[0]:g})"
+            )
         if cause and cause != state.last_cause:
             print0(f"  ratio: {cause}: {diagnosis.advice} ({diagnosis.evidence})")
         state.last_cause = cause
         if critic_diagnosis.cause and state.critic_faults_in_a_row == state.LASTING:
-            advice = f"{critic_diagnosis.advice} ({critic_diagnosis.evidence})"
-            print0(f"  critic: {critic_diagnosis.cause}: {advice}")
+            print0(
+                f"  critic: {critic_diagnosis.cause}: {critic_diagnosis.advice} "
+                f"({critic_diagnosis.evidence})"
+            )
         kl = f"KL {row['objective/kl']:.4f}, " if args.kl_coef else ""
         print0(
             f"{i + 1}/{N}: reward {row['objective/reward']:.3f}, accuracy "
@@ -3286,9 +3357,9 @@ class RunFolder:
 
 
 def size_of_lines_before(iteration: int, path: Path) -> int:
-    """Bytes of the first lines of metrics.jsonl or completions.jsonl, those of earlier iterations.
+    """The size in bytes of the lines of a *.jsonl that belong to iterations before this one.
 
-    What follows them was logged after the checkpoint that is resumed, and will be logged again.
+    Lines after them were logged after the checkpoint that is resumed, and will be logged again.
     """
     size = 0
     for line in path.read_bytes().splitlines(keepends=True):
@@ -3337,8 +3408,10 @@ def save_checkpoint(
     except (OSError, dcp.api.CheckpointException) as error:
         if RANK == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        failed = f"{path} cannot be written, earlier ones are intact: {describe(error)}"
-        raise UserError(f"{failed}; make room and --resume the run") from error
+        raise UserError(
+            f"{path} cannot be written, earlier ones are intact: {describe(error)}; "
+            "make room and --resume the run"
+        ) from error
     for old in sorted(path.parent.glob("iter_*"), reverse=True)[args.keep_checkpoints :]:
         shutil.rmtree(old, ignore_errors=True)  # if it is in use, the next save tries again
     print0(f"saved {path}")
@@ -3374,8 +3447,10 @@ def resume(args: Args, checkpointed: dict) -> TrainState:
             advice = f"; the one before is {found[1]}: if this one is damaged, remove it"
         raise UserError(f"{found[0]} cannot be read: {error!s:.500}{advice}") from error
     if unknown := saved.keys() - vars(TrainState()).keys():
-        has = f"{found[0]}: another version of the script saved it, whose TrainState has"
-        raise UserError(f"{has} {', '.join(sorted(unknown))}: resume it with that version")
+        raise UserError(
+            f"{found[0]}: another version of the script saved it, whose TrainState has "
+            f"{', '.join(sorted(unknown))}: resume it with that version"
+        )
     state = TrainState(**saved)
     print0(f"resuming from {found[0]}, after {state.iteration} iterations")
     return state
@@ -3396,12 +3471,12 @@ def load_checkpoint(path: Path, checkpointed: dict, args: Args) -> dict:
             raise ValueError(f"{name} does not have the size with which it was saved")
     for name, (model, optimizer) in checkpointed.items():
         kinds = {folder.name for folder in (path / name).glob("*")} - {"weights"}
-        groups = optimizer.param_groups if optimizer else ()
-        for p in [p for group in groups for p in group["params"]]:  # moments to read into
-            moments = {kind: torch.zeros_like(p.detach()) for kind in kinds - {"step"}}
-            if "step" in kinds:
-                moments["step"] = torch.zeros((), device=p.device)
-            optimizer.state[p] = moments
+        for group in optimizer.param_groups if optimizer else ():
+            for p in group["params"]:  # moments to read into, in the same order on all ranks
+                moments = {kind: torch.zeros_like(p.detach()) for kind in sorted(kinds - {"step"})}
+                if "step" in kinds:
+                    moments["step"] = torch.zeros((), device=p.device)
+                optimizer.state[p] = moments
         for kind, tensors in checkpoint_tensors(model, optimizer).items():
             never_updated = tensors.keys() if kind != "weights" else ()  # may lack moments
             read_tensors(tensors, path / name / kind, optional=never_updated)

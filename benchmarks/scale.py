@@ -241,7 +241,7 @@ def main() -> None:
     args.env_kwargs = json.dumps({"digits": args.max_prompt_tokens - 1})  # and "=": a character is a token
     vars(ppo_llm).update(
         HFTokenizer=lambda folder: original.HFTokenizer.from_texts(["0123456789="]),
-        load_weights=lambda model, folder: [torch.nn.init.normal_(ppo_llm.local_tensor(p)) for p in model.parameters()],
+        load_weights=lambda m, *rest, **_: [torch.nn.init.normal_(ppo_llm.local_tensor(p)) for p in m.parameters()],
         evaluate=lambda *args: Counter(), save_hf_checkpoint=lambda *args: None, decode_step=lambda *args: None,
         make_optimizer=device.make_optimizer, prefill=device.prefill, begin_turn=device.begin_turn,
         end_turn=device.end_turn, Clock=lambda: Clock(device))  # fmt: skip

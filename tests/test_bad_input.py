@@ -187,6 +187,7 @@ def test_reward_function_that_cannot_be_imported(ppo, tmp_path, reward, part):
     ("return float('nan')", "step() returned ('', nan, "), ("pass", "step() returned ('', None, "),
     ("return '1.0'", "step() returned ('', '1.0', "), ("return [1.0, True]", "step() returned ('', [1.0, True], "),
     ("return float('inf'), True", "step() returned ('', inf, "),
+    ("return 10 ** 400", "step() returned ('', 1000"),  # no float
     ("return 1.0, True, 2", "step() returned ('', (1.0, True, 2), "),
     ("import time; time.sleep(20)", "step() gave no answer within --env-timeout 1 s"),
     ("import multiprocessing; raise multiprocessing.TimeoutError('compiler')",  # its own, and not that of --env-timeout

@@ -120,7 +120,7 @@ def with_rewards(shape):
     def roll(original, *args):
         batch = original(*args)
         batch.rewards.zero_()
-        batch.rewards[torch.arange(len(batch.lengths)), batch.lengths - 1] = shape(batch, args[6])
+        batch.rewards[torch.arange(len(batch.lengths)), batch.lengths - 1] = shape(batch, args[5])
         return batch
 
     return "rollout", roll

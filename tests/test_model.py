@@ -96,6 +96,9 @@ def test_feedback_begins_after_the_stop_token_of_the_response(ppo, tmp_path):
         "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}")  # fmt: skip
     tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, template))
     assert tokenizer.encode_feedback("hello") == ids_of("[INST] hello [/INST]")
+    only_the_first = ppo.HFTokenizer(write_tokenizer(tmp_path, "{{ messages[0].content }}"))
+    with pytest.raises(ppo.UserError, match="leaves out earlier turns"):
+        only_the_first.encode_feedback("hello")
 
 
 def test_a_conversation_ends_with_its_response(ppo, tmp_path):

@@ -42,7 +42,7 @@ def decode(script, device, dtype="float32", layers=1, size=SIZE, rows=3, prompt=
     model, S = random_model(ppo, device, dtype, layers, size), prompt + 23
     cache, slots = ppo.KVCache(model.config, rows, S, getattr(torch, dtype), device), ppo.Slots(rows, S, [1, 2], device)
     slots.tokens[:, 0] = torch.arange(rows, device=device) % 20
-    slots.noise_keys[:] = ppo.sample_keys(1, 0, range(rows), device)
+    slots.noise_keys[:] = ppo.sample_keys(1, 0, range(rows))
     slots.alive.fill_(True)
     slots.length.fill_(prompt)
     slots.limit.fill_(S)
