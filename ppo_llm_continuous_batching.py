@@ -3195,8 +3195,9 @@ class TrainState:
                 if self.skipped_in_a_row[i] >= 20:
                     raise UserError("20 non-finite gradients in a row: lower the learning rates")
         with attempt("save TrainState"):  # now, and not at the first checkpoint
-            if repr(json.loads(json.dumps(vars(self)))) != repr(vars(self)):
-                raise ValueError("a field is changed by saving it as JSON, see TrainState")
+            for name, value in vars(self).items():
+                if repr(json.loads(json.dumps(value))) != repr(value):
+                    raise ValueError(f"JSON changes {name}, see TrainState")
 
     LASTING = 5  # iterations after which a fault of the critic is named; not a field
 

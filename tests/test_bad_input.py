@@ -252,7 +252,7 @@ def test_mistakes_of_forks_are_refused_and_their_flags_pass(ppo, tmp_path):
     rates = dataclasses.field(default_factory=lambda: {7: 0.5})  # with keys that a resumed run would not find
     state = dataclasses.make_dataclass("TrainState", [("rates", dict, rates)], bases=(ppo.TrainState,))
     with mock.patch.object(ppo, "TrainState", state):
-        refuse(ppo, tmp_path, "cannot save TrainState: ValueError: a field is changed", begun=True, run_name="keys")
+        refuse(ppo, tmp_path, "cannot save TrainState: ValueError: JSON changes rates", begun=True, run_name="keys")
     with pytest.raises(ppo.UserError, match="3 samples selected: must be 270"):
         ppo.select(None, [0, 1, 2], ppo.validate(ppo.Args(rollout_batch_size=270, train_batch_size=27)))
     fork = dataclasses.make_dataclass("Fork", [("threshold", float, -1.0)], bases=(ppo.Args,))
