@@ -1112,11 +1112,11 @@ def prefill(sampler: Transformer, cache: KVCache, episodes: dict[int, Episode], 
 
     The newest token does not go into the cache: it is the input of the first decode step.
     """
-    texts = [torch.tensor(e.ids[e.cached : -1], dtype=torch.int64) for e in episodes.values()]
-    spans = [torch.arange(e.cached, len(e.ids) - 1) for e in episodes.values()]
-    width = max(len(text) for text in texts)
+    width = max(len(e.ids) - 1 - e.cached for e in episodes.values())
     if width == 0:
         return
+    texts = [torch.tensor(e.ids[e.cached : -1], dtype=torch.int64) for e in episodes.values()]
+    spans = [torch.arange(e.cached, len(e.ids) - 1) for e in episodes.values()]
     device = cache.rows.device
     rows = upload(torch.tensor(list(episodes)), device)  # [R]
     tokens = upload(padded(texts), device)  # [R, width]
