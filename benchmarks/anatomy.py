@@ -18,29 +18,27 @@ from common import ppo_llm
 
 
 def run(args) -> tuple:
-    """The last iteration's rollout and experience, and the run folder."""
-    log, last = ppo_llm.RunFolder.log, []
+    """The last iteration's episodes and experience, and the run folder."""
+    log, last = ppo_llm.Run.log, []
 
-    def keep(folder, batch, experience, *rest):
-        last[:] = batch, experience, folder.path
-        log(folder, batch, experience, *rest)
+    def keep(run, episodes, experience, *rest):
+        last[:] = episodes, experience, run.path
+        log(run, episodes, experience, *rest)
 
-    with unittest.mock.patch.object(ppo_llm.RunFolder, "log", keep):
+    with unittest.mock.patch.object(ppo_llm.Run, "log", keep):
         ppo_llm.train(args)
     return tuple(last)
 
 
-def columns(args, batch, experience, actor, tokenizer, sample: int) -> dict[str, list]:
+@torch.no_grad()
+def columns(args, experience, actor, tokenizer, sample: int) -> dict[str, list]:
     """What belongs to each sampled token of a sample."""
-    mb = experience[torch.tensor([sample])]  # [1, T]
-    with torch.no_grad():
-        newlogprobs = ppo_llm.sampled_logprobs(actor, mb, args.temperature)[0]
-    rewards = batch.rewards[[sample], : mb.tokens.shape[1]].to(mb.tokens.device)
-    rewards[0, -1] += mb.sample_rewards[0] - rewards.sum()  # the penalty for a missing stop token
-    kl = ppo_llm.kl_estimate(mb.old_logprobs, mb.ref_logprobs, args.kl_estimator)
-    penalty = args.kl_coef * kl if args.kl_in == "reward" else torch.zeros_like(kl)
+    mb = experience.microbatch(torch.tensor([sample]), "cpu")  # [1, T]
+    newlogprobs, _ = ppo_llm.sampled_logprobs(actor, mb, args.temperature)
+    kl = ppo_llm.kl_estimate(mb.old_logprobs, mb.ref_logprobs, "k1")
+    penalty = 0.0 if args.kl_loss else args.kl_coef * kl
     numbers = {
-        "reward": rewards, "KL": kl, "reward - penalty": rewards - penalty, "value": mb.values,
+        "reward": mb.rewards, "KL": kl, "reward - penalty": mb.rewards - penalty, "value": mb.values,
         "return": mb.returns, "advantage": mb.advantages, "old log-prob": mb.old_logprobs,
         "ratio": (newlogprobs - mb.old_logprobs).exp(),
     }  # fmt: skip
@@ -52,7 +50,7 @@ def draw(samples: list[dict], titles: list[str], args) -> None:
     width = [max(4, len(sample["token"])) for sample in samples]
     figure, axes = plt.subplots(4, len(samples), figsize=(10, 6.4), sharey="row", layout="constrained",
                                 width_ratios=width)  # fmt: skip
-    for column, (sample, title) in enumerate(zip(samples, titles, strict=True)):
+    for column, (sample, title) in enumerate(zip(samples, titles)):
         x = range(len(sample["token"]))
         reward, values, advantage, ratio = axes[:, column]
         reward.set_title(title, fontsize=10)
@@ -67,10 +65,11 @@ def draw(samples: list[dict], titles: list[str], args) -> None:
             axis.axhline(0, color="gray", linewidth=0.8)
         for axis in axes[:, column]:
             axis.set_xlim(-0.6, len(x) - 0.4)
-            axis.set_xticks(x, [] if axis is not ratio else [token.replace("\n", "\\n") for token in sample["token"]],
-                            rotation=60, fontsize=8, family="monospace")  # fmt: skip
-    for axis, name in zip(axes[:, 0], ("reward\n- KL penalty", "value, return", "advantage\n(whitened)",
-                                       "ratio after\nthe updates")):  # fmt: skip
+            axis.set_xticks(x, [])
+        tokens = [token.replace("\n", "\\n") for token in sample["token"]]
+        ratio.set_xticks(x, tokens, rotation=60, fontsize=8, family="monospace")
+    names = "reward\n- KL penalty", "value, return", "advantage\n(whitened)", "ratio after\nthe updates"
+    for axis, name in zip(axes[:, 0], names):
         axis.set_ylabel(name, fontsize=9)
     axes[1, 0].legend(fontsize=8)
     figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
@@ -78,17 +77,18 @@ def draw(samples: list[dict], titles: list[str], args) -> None:
 
 def main():
     args = tyro.cli(ppo_llm.Args)
-    batch, experience, folder = run(args)
+    episodes, experience, folder = run(args)
     tokenizer = ppo_llm.HFTokenizer(folder / "model")
-    actor, _ = ppo_llm.load_hf_checkpoint(folder / "model", device=experience.tokens.device)
-    order = experience.sample_rewards.argsort(stable=True)
+    actor, _ = ppo_llm.load_hf_checkpoint(folder / "model")
+    rewards = experience.rewards.sum(1)
+    order = rewards.argsort(stable=True)
     samples, titles = [], []
     for i in (int(order[0]), int(order[-1])):
-        samples.append(columns(args, batch, experience, actor, tokenizer, i))
-        titles.append(f"{batch.prompts[i]:.60}  reward {float(experience.sample_rewards[i]):g}")
+        samples.append(columns(args, experience, actor, tokenizer, i))
+        titles.append(f"{episodes[i].conversation[0][1]:.60}  reward {float(rewards[i]):g}")
         print(f"\n{titles[-1]}\n")
         text, *numbers = samples[-1].values()
-        common.table(samples[-1], zip(text, *([f"{x:.3f}" for x in column] for column in numbers), strict=True))
+        common.table(samples[-1], zip(text, *([f"{x:.3f}" for x in column] for column in numbers)))
     draw(samples, titles, args)
 
 

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import functools
+import math
 import platform
 import random
 import re
@@ -12,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import unittest.mock
 from pathlib import Path
 
 import gymnasium as gym
 import torch
 import torch.profiler
+import transformers
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: a patched copy on PYTHONPATH comes first
 import ppo_llm
@@ -101,15 +104,14 @@ def sums(samples: int) -> list[str]:
 def write_checkpoint(folder: str, tokenizer: ppo_llm.HFTokenizer, context: int, shape: dict) -> None:
     """A random Qwen2, whose logits are spread wide enough for greedy tokens to vary."""
     torch.manual_seed(0)
-    raw = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, **shape,
-               max_position_embeddings=context, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
-               rms_norm_eps=1e-6)  # fmt: skip
-    config = ppo_llm.ModelConfig.from_hf(raw)
-    actor = ppo_llm.Transformer(config)
+    config = transformers.Qwen2Config(
+        architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, max_position_embeddings=context,
+        eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id, **shape)  # fmt: skip
+    actor = ppo_llm.Transformer(ppo_llm.check_config(config))
     for p in actor.parameters():
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.05)
-    ppo_llm.save_hf_checkpoint(actor, tokenizer, folder)
+    ppo_llm.save_hf_checkpoint(actor, tokenizer, Path(folder))
 
 
 @functools.cache
@@ -145,33 +147,55 @@ def forced_lengths(name: str, samples: int, mean: int, longest: int) -> list[int
 def forced(ppo, lengths: list[int], after=lambda: None):
     """Within, sample i of a rollout gets lengths[i] tokens. Gives (start, end, rows that decode) of every K steps.
 
-    K is Decoder.K, on the CPU 1. `after` is called after them. On an accelerator start and end tell when they were
-    launched.
+    K is `steps` of Decoder, on the CPU 1. `after` is called after them. On an accelerator start and end tell when they
+    were launched.
     """
-    blocks, rollout, begin, run = [], ppo.rollout, ppo.Episode.begin, ppo.Decoder.run
+    blocks, limits, made, rollout, begin, step = [], {}, 0, ppo.rollout, ppo.Decoder.begin, ppo.Decoder.step
 
-    def forced_begin(episode, *rest):
-        begin(episode, *rest)
-        if sample := re.match(r"sample (\d+)", episode.where):  # not the prompt that is checked before
-            episode.limit = episode.prompt_length + lengths[int(sample[1])]
+    def forced_begin(decoder, rows, episodes, args):
+        begin(decoder, rows, episodes, args)
+        decoder.stop_ids.fill_(decoder.sampler.config.vocab_size)  # never sampled
+        decoder.limit[list(rows)] = torch.tensor([e.prompt_length + limits[e.key] for e in episodes]).to(decoder.limit)
 
-    def forced_rollout(actor, tokenizer, *rest, **kwargs):
+    def forced_rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args):
+        keys = ppo.sample_keys(args.seed, iteration, sample_ids).tolist()
+        limits.update((key, lengths[i]) for key, i in zip(keys, sample_ids, strict=True))
         tokenizer = copy.copy(tokenizer)
-        tokenizer.stop_ids = [actor.config.vocab_size]  # never sampled
-        return rollout(actor, tokenizer, *rest, **kwargs)
+        tokenizer.stop_ids = [decoder.sampler.config.vocab_size]
+        return rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args)
 
-    def watched_run(decoder, attend):
-        start, rows = time.perf_counter(), decoder.slots.alive.sum()
-        run(decoder, attend)
-        blocks.append((start, time.perf_counter(), rows))
-        after()
+    def watched_step(decoder, attend):
+        nonlocal made
+        if made % decoder.steps == 0:
+            blocks.append((time.perf_counter(), decoder.alive.sum()))
+        step(decoder, attend)
+        made += 1
+        if made % decoder.steps == 0:
+            start, rows = blocks[-1]
+            blocks[-1] = start, time.perf_counter(), rows
+            after()
 
     with contextlib.ExitStack() as stack:
         patch = lambda *change: stack.enter_context(unittest.mock.patch.object(*change))
-        patch(ppo.Episode, "begin", forced_begin)
         patch(ppo, "rollout", forced_rollout)
-        patch(ppo.Decoder, "run", watched_run)
+        patch(ppo.Decoder, "begin", forced_begin)
+        patch(ppo.Decoder, "step", watched_step)
         yield blocks
+
+
+def make_decoder(ppo, sampler, tokenizer, rows: int, args):
+    """A decoder, and the number of environments that it needs."""
+    return ppo.Decoder(sampler, rows, tokenizer.stop_ids, args), math.ceil(ppo.ENVS_PER_ROW * rows)
+
+
+def load_sampler(ppo, config, dtype, device="cpu"):
+    """A model that decodes, with undefined weights, or those of a folder."""
+    args = types.SimpleNamespace(dtype=str(dtype).removeprefix("torch."), device=str(device))
+    if not isinstance(config, str):
+        return ppo.build_model(config, "lm", args, sampler=True)
+    model = ppo.build_model(ppo.load_config(config), "lm", args, sampler=True)
+    ppo.load_weights(model, config)
+    return model
 
 
 class Prompts(gym.Env):

@@ -9,15 +9,11 @@ against Monte Carlo returns, of values from before the critic has seen the rollo
 one core, of `largest` 28, and 7 GB of memory.
 """
 
-import collections
-import contextlib
-import io
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import unittest.mock
 import warnings
 from pathlib import Path
@@ -27,7 +23,7 @@ import learning_real
 import torch
 from common import ppo_llm
 
-SAMPLES = Path("runs/critic")  # of the runs made here
+SAMPLES = Path("runs/critic")  # of the runs made here, for critic_alone.py
 RESULTS = Path(__file__).with_suffix(".jsonl")
 SUMS = learning_real.SUMS | dict(num_iterations=14, micro_batch_tokens=1024)
 TASKS = {
@@ -40,60 +36,28 @@ SETTINGS = {
     "1e-5, 0.95": dict(critic_lr=1e-5) | OLD,
     "1e-4, advantages 0.95": dict(critic_lr=1e-4, gae_lambda=0.95),
     "1e-4": dict(critic_lr=1e-4),
-    "1e-5": dict(critic_lr=1e-5),
     "3e-4, advantages 0.95": dict(critic_lr=3e-4, gae_lambda=0.95),
     "1e-4, advantages 0.95, 6 epochs": dict(critic_lr=1e-4, gae_lambda=0.95, critic_epochs=6),
-    "1e-4, pretrained": dict(critic_lr=1e-4, pretrain=4),
     "constant": dict(critic_epochs=0),  # all values are 0, and advantages are whitened
     "groups of 4": dict(rollout_batch_size=8, n_samples_per_prompt=4),  # by group_normalised.patch
 }
 WITHOUT = "constant", "groups of 4"  # settings without a critic
 
 
-def pretrain(folder: str, flags: dict, iterations: int, seed: int, runs: str) -> str:
-    """Train a critic alone on rollouts of the checkpoint, with other prompts and more epochs. Returns its folder."""
-    flags = flags | dict(num_iterations=iterations, critic_warmup_iterations=iterations, critic_epochs=6)
-    with contextlib.redirect_stdout(io.StringIO()):
-        ppo_llm.train(ppo_llm.Args(model=folder, seed=1000 + seed, device="cpu", log_dir=runs, run_name="pretrained",
-                                   save_every=0, eval_episodes=1, **flags))  # fmt: skip
-    return f"{runs}/pretrained/critic"
-
-
-def diagnoses(rows: list[dict]) -> list[str | None]:
-    """What the present version says of each iteration."""
-    state, causes = ppo_llm.TrainState(), []
-    for row in rows:
-        numbers = {name.removeprefix("critic/"): value for name, value in row.items() if name.startswith("critic/")}
-        signals = {name: float("nan") if value is None else value for name, value in numbers.items()}
-        signals.pop("diagnosis", None)  # what the version that ran it said
-        if "change" in signals:
-            signals = {"explained_after": float("nan")} | signals | {"distance_before": state.value_distance}
-            diagnosis = ppo_llm.Diagnosis(*ppo_llm.diagnose_values(signals), signals)
-            causes.append(state.remember(diagnosis).cause)
-    return causes
-
-
 def table() -> None:
     common.table(["task", "settings", "seed", "explained variance, median of the middle half (range)",
-                  "value / return in iteration 4, 7, 14", "diagnosis, iterations",
-                  "held-out answers right, sampled, %"])  # fmt: skip
+                  "value / return in iteration 4, 7, 14", "held-out answers right, sampled, %"])  # fmt: skip
     runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     for run in sorted(runs, key=lambda run: [run[name] for name in ("task", "settings", "seed")]):
         rows = run["rows"]
         right = [f"{100 * point['sampled']['success']:.0f}" for point in run["points"]]
-        if run["settings"] in WITHOUT:
-            common.line([run["task"], run["settings"], run["seed"], "", "", "", " ".join(right)])
-            continue
-        column = [row["critic/explained_variance"] or 0.0 for row in rows]
-        middle = column[len(rows) // 4 : len(rows) - len(rows) // 4]
-        explained = f"{statistics.median(middle):.2f} ({min(middle):.2f} to {max(middle):.2f})"
-        values = [f"{rows[i]['critic/value_mean']:.2f} / {rows[i]['critic/return_mean']:.2f}" for i in (3, 6, -1)]
-        causes = collections.Counter(diagnoses(rows))
-        diagnosis = ", ".join(f"{cause} {n}" for cause, n in causes.items() if cause) or "none"
-        if "critic/change" not in rows[0]:
-            diagnosis = ""  # by an older version, without the signals of the diagnosis
-        common.line([run["task"], run["settings"], run["seed"], explained, ", ".join(values), diagnosis,
-                     " ".join(right)])  # fmt: skip
+        explained, values = "", []
+        if run["settings"] not in WITHOUT:
+            column = [row.get("critic/explained_variance") or 0.0 for row in rows]
+            middle = column[len(rows) // 4 : len(rows) - len(rows) // 4]
+            explained = f"{statistics.median(middle):.2f} ({min(middle):.2f} to {max(middle):.2f})"
+            values = [f"{rows[i]['critic/value_mean']:.2f} / {rows[i]['critic/return_mean']:.2f}" for i in (3, 6, -1)]
+        common.line([run["task"], run["settings"], run["seed"], explained, ", ".join(values), " ".join(right)])
 
 
 def plot() -> None:
@@ -106,7 +70,7 @@ def plot() -> None:
         for settings, color in (("1e-5, 0.95", "C1"), ("1e-4", "C0")):
             label = f"--critic-lr {settings.split(',')[0]}"
             for run in [run for run in runs if (run["task"], run["settings"]) == (task, settings)]:
-                explained = [row["critic/explained_variance"] or 0.0 for row in run["rows"]]
+                explained = [row.get("critic/explained_variance") or 0.0 for row in run["rows"]]
                 samples = [32 * (i + 1) for i in range(len(explained))]
                 axes[2 * k].plot(samples, explained, color=color, linewidth=1, label=label)
                 points = [(point["samples"], 100 * point["sampled"]["success"]) for point in run["points"]]
@@ -135,10 +99,7 @@ def main():
         return kept[-1]
 
     flags = TASKS[task] | SETTINGS[settings]
-    with tempfile.TemporaryDirectory() as runs, unittest.mock.patch.object(ppo_llm, "make_experience", keep):
-        if iterations := flags.pop("pretrain", 0):
-            flags["critic_model"] = pretrain(folder, flags, iterations, int(seed), runs)
-            kept.clear()
+    with unittest.mock.patch.object(ppo_llm, "make_experience", keep):
         result = learning_real.ours(folder, flags, int(seed))
     SAMPLES.mkdir(parents=True, exist_ok=True)
     torch.save([vars(experience) for experience in kept], SAMPLES / f"{task}, {settings}, {seed}.pt")

@@ -43,7 +43,7 @@ class Clock(transformers.LogitsProcessor):
 class Sides:
     def __init__(self, folder: str, dtype: torch.dtype, prompts: list[str], new: int):
         self.tokenizer, self.prompts, self.new = ppo_llm.HFTokenizer(folder), prompts, new
-        self.actor, _ = ppo_llm.load_hf_checkpoint(folder, dtype)
+        self.actor = common.load_sampler(ppo_llm, folder, dtype)
         self.peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.peer.generation_config.eos_token_id = None  # it takes effect where generate is given None
         self.ids = torch.tensor([self.tokenizer.encode_prompt(text) for text in prompts])
@@ -53,11 +53,13 @@ class Sides:
 
     def ours(self, compiled: str) -> torch.Tensor:
         sizes = dict(max_prompt_tokens=self.ids.shape[1], max_new_tokens=self.new, rollout_slots=len(self.prompts))
-        args, rows = ppo_llm.Args(compile=compiled, **sizes), range(len(self.prompts))
+        args, rows = ppo_llm.Args(compile=compiled, temperature=0.0, **sizes), range(len(self.prompts))
+        decoder, _ = common.make_decoder(ppo_llm, self.actor, self.tokenizer, len(rows), args)
         envs = [common.Prompts(self.prompts) for _ in rows]
         self.times.clear()
         with common.forced(ppo_llm, [self.new] * len(rows), lambda: self.times.append(time.perf_counter())):
-            return ppo_llm.rollout(self.actor, self.tokenizer, envs, rows, rows, 0, args, greedy=True).tokens
+            episodes = ppo_llm.rollout(decoder, self.tokenizer, envs, rows, rows, 0, args)
+        return torch.tensor([episode.ids for episode in episodes])
 
     def generate(self, cache: str | None, compiled: bool) -> torch.Tensor:
         config = transformers.CompileConfig(mode="default")  # "reduce-overhead" is for CUDA graphs

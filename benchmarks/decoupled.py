@@ -19,7 +19,6 @@ from pathlib import Path
 from unittest import mock
 
 import gymnasium as gym
-import torch.distributed as dist
 from common import ROOT, hardware, line, patched_script, ppo_llm, spread, table
 
 RANK = int(os.environ.get("RANK", 0))
@@ -51,34 +50,31 @@ def launch(folder: Path, *flags: str) -> None:
 def worker(folder: Path, flags: list[str]) -> None:
     """Runs on each rank: trains, and writes spans (what, start, end) of training to spans.<rank>.json."""
     spans, start = [], [0.0]
-    rollout, from_rollout = ppo_llm.rollout, ppo_llm.Experience.from_rollout
-    end_iteration = ppo_llm.TrainState.end_iteration
+    rollout, make_experience, log = ppo_llm.rollout, ppo_llm.make_experience, ppo_llm.Run.log
 
-    def timed_rollout(actor, tokenizer, envs, seeds, sample_ids, iteration, args, greedy=False):
+    def timed_rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args):
         begin = time.time()
-        result = rollout(actor, tokenizer, envs, seeds, sample_ids, iteration, args, greedy)
+        episodes = rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args)
         if iteration >= 0:  # no evaluation
             spans.append(("sample", begin, time.time()))
-        return result
+        return episodes
 
-    def timed_from_rollout(*arguments):
+    def timed_make_experience(*arguments):  # not on a rank that only samples, and neither is log
         start[0] = time.time()
-        return from_rollout(*arguments)
+        return make_experience(*arguments)
 
-    def timed_end_iteration(state, actor_steps, critic_steps):
-        if critic_steps:  # not on a rank that only samples
-            spans.append(("update", start[0], time.time()))
-        end_iteration(state, actor_steps, critic_steps)
+    def timed_log(*arguments):
+        spans.append(("update", start[0], time.time()))
+        log(*arguments)
 
     sys.argv[1:] = [*flags, f"--log-dir={folder}", "--run-name=run", "--save-every=0"]
     with (
         mock.patch.object(ppo_llm, "rollout", timed_rollout),
-        mock.patch.object(ppo_llm.Experience, "from_rollout", timed_from_rollout),
-        mock.patch.object(ppo_llm.TrainState, "end_iteration", timed_end_iteration),
+        mock.patch.object(ppo_llm, "make_experience", timed_make_experience),
+        mock.patch.object(ppo_llm.Run, "log", timed_log),
     ):
         ppo_llm.main()
     (folder / f"spans.{RANK}.json").write_text(json.dumps(spans))
-    dist.destroy_process_group()
 
 
 def iteration_time(spans: list) -> float:
@@ -146,9 +142,9 @@ def learning() -> None:
                 after = json.loads(Path(folder, "run", "summary.json").read_text())["eval_after"]["accuracy"]
             accuracy = [row["objective/accuracy"] for row in rows]
             means = [statistics.mean(accuracy[max(0, k - 4) : k + 1]) for k in range(len(rows))]
-            reached = next((row["charts/episodes"] for row, mean in zip(rows, means) if mean >= 0.9), None)
+            samples = [256 * (row["iteration"] + 1) for row in rows]
+            reached = next((n for n, mean in zip(samples, means) if mean >= 0.9), None)
             cells.append(f"{reached:,}, {after:.1%}" if reached else f"never, {after:.1%}")
-            samples = [row["charts/episodes"] for row in rows]
             axis.plot(samples, [100 * x for x in means], color=f"C{i}", linewidth=1, label=name if seed == 1 else None)
         line([seed, *cells])
     axis.set(xlabel="samples", ylabel="right responses, %", ylim=(0, 100))

@@ -27,7 +27,6 @@ DEVICE = torch.device("cpu" if SMOKE and not torch.cuda.is_available() else "cud
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 SHAPES = {"tiny": common.TINY} if SMOKE else {"0.5B": common.QWEN_05B, "1.5B": common.QWEN_15B}
 ROWS, PROMPT, NEW = ((1, 4), 4, 24) if SMOKE else ((1, 64, 256), 128, 256)
-K = 8 if DEVICE.type == "cuda" else 1  # Decoder.K
 
 
 def synchronize() -> None:
@@ -61,28 +60,28 @@ class Bench:
     """A random Qwen2 here and, if asked for, in transformers; prompts of the given lengths."""
 
     def __init__(self, shape: dict, peer: bool = False):
-        raw = dict(model_type="qwen2", tie_word_embeddings=True, max_position_embeddings=4096, **shape)
-        self.config, self.tokenizer = ppo_llm.ModelConfig.from_hf(raw), common.character_tokenizer(shape["vocab_size"])
-        self.actor = ppo_llm.Transformer(self.config).to(DEVICE, DTYPE)
+        config = transformers.Qwen2Config(tie_word_embeddings=True, max_position_embeddings=4096, **shape)
+        self.config, self.tokenizer = ppo_llm.check_config(config), common.character_tokenizer(shape["vocab_size"])
+        self.actor = common.load_sampler(ppo_llm, self.config, DTYPE, DEVICE)
         torch.manual_seed(0)
         for name, p in self.actor.named_parameters():
             torch.nn.init.normal_(p, std=0.02) if p.ndim == 2 else torch.nn.init.constant_(p, float("norm" in name))
         if peer:
             with torch.device(DEVICE):
-                self.peer = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**raw)).to(DTYPE).eval()
+                self.peer = transformers.Qwen2ForCausalLM(self.config).to(DTYPE).eval()
             self.peer.load_state_dict(self.actor.state_dict())
 
     def ours(self, ppo, slots: int, prompt_lengths: list[int], lengths: list[int], compiled: str) -> dict:
-        """Medians of three rollouts after a warm-up: seconds, and those of a decode step but the first K."""
+        """Medians of three rollouts after a warm-up: seconds, and those of a decode step but the first."""
         texts = common.random_prompts(self.tokenizer, len(lengths), max(prompt_lengths))
         prompts = [text[:n] for text, n in zip(texts, prompt_lengths, strict=True)]
         sizes = dict(max_prompt_tokens=max(prompt_lengths), max_new_tokens=max(lengths), rollout_slots=slots)
         args, rows, runs = ppo.Args(compile=compiled, **sizes), range(len(lengths)), []
-        count = ppo.envs_needed(args, len(rows))
+        decoder, count = common.make_decoder(ppo, self.actor, self.tokenizer, min(slots, len(rows)), args)
 
         def run():
             envs = [common.Prompts(prompts) for _ in range(count)]
-            ppo.rollout(self.actor, self.tokenizer, envs, rows, rows, 0, args)
+            ppo.rollout(decoder, self.tokenizer, envs, rows, rows, 0, args)
 
         def after():
             if not first:  # the prompts' forward and the first steps are done
@@ -93,7 +92,7 @@ class Bench:
             first = []
             with common.forced(ppo, lengths, after) as blocks:
                 total = seconds(run)
-            runs.append((total, (time.perf_counter() - first[0]) / (K * (len(blocks) - 1))))
+            runs.append((total, (time.perf_counter() - first[0]) / (decoder.steps * (len(blocks) - 1))))
         return dict(zip(("seconds", "step"), map(statistics.median, zip(*runs[1:], strict=True)), strict=True))
 
     def generate(self, rows: int, cache: str | None) -> float:

@@ -5,8 +5,7 @@
 
 TRL samples 32 answers to sums of one digit; both sides take them as one minibatch. If an answer ends early, TRL puts
 its reward one token behind the end, from where GAE takes lambda once more: "as TRL" is ours with such rewards times
-lambda.
-TRL trains the value there, too, which is left as it is.
+lambda. TRL trains the value there, too, which is left as it is.
 """
 
 import contextlib
@@ -59,41 +58,37 @@ def of_trl(folder: str) -> tuple[dict[str, torch.Tensor], list[list[int]], list[
     return found, [[token for token in row if token != pad] for row in rows], rewards
 
 
-def as_rollout(folder: str, rows: list[list[int]], rewards: list[float]) -> ppo_llm.Rollout:
+def as_episodes(folder: str, rows: list[list[int]], rewards: list[float]) -> list[ppo_llm.Episode]:
     tokenizer, episodes = ppo_llm.HFTokenizer(folder), []
     header = tokenizer.encode("<|im_start|>assistant\n")
-    for row, reward in zip(rows, rewards, strict=True):
+    for row, reward in zip(rows, rewards):
         starts = [i for i in range(len(row)) if row[i : i + len(header)] == header]
         response = starts[0] + len(header)
-        episode = ppo_llm.Episode(env=None, where="")
-        episode.add_text(row[:response])
-        episode.add_response(row[response:], [0.0] * (len(row) - response))
+        episode = ppo_llm.Episode(0, conversation=[("user", ""), ("assistant", "")])
+        episode.add(row[:response])
+        episode.add(row[response:], [0.0] * (len(row) - response))
         episode.rewards[-1] = reward
         episode.stop = "eos" if row[-1] in tokenizer.stop_ids else "length"
         episodes.append(episode)
-    return ppo_llm.to_rollout(episodes, tokenizer, {})
+    return episodes
 
 
-def of_ours(folder: str, batch: ppo_llm.Rollout) -> dict[str, torch.Tensor]:
-    models, found, build = [], {}, ppo_llm.build_models
+def of_ours(folder: str, episodes: list[ppo_llm.Episode]) -> dict[str, torch.Tensor]:
+    found = {}
 
-    def build_models(*args):
-        tokenizer, built = build(*args)
-        models.extend(built)
-        return tokenizer, built
-
-    def optimizer_step(*args):  # the critic's comes first
+    def optimizer_step(model, *args):  # the critic's comes first
         if found:
-            found["actor"] = gradients(models[0])
+            found["actor"] = gradients(model)
             raise Done
-        found["critic"] = gradients(models[1])
+        found["critic"] = gradients(model)
+        model.zero_grad()
+        return {}
 
     patch = unittest.mock.patch.object
     with (
         tempfile.TemporaryDirectory() as runs, contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Done),
-        patch(ppo_llm, "build_models", build_models), patch(ppo_llm, "optimizer_step", optimizer_step),
-        patch(ppo_llm, "evaluate", return_value={"accuracy": 0.0, "greedy_accuracy": 0.0}),
-        patch(ppo_llm, "play", return_value=batch),
+        patch(ppo_llm, "optimizer_step", optimizer_step), patch(ppo_llm, "evaluate", return_value={}),
+        patch(ppo_llm, "play", return_value=episodes), patch(ppo_llm.Run, "close"),
     ):  # fmt: skip
         ppo_llm.train(ppo_llm.Args(model=folder, device="cpu", log_dir=runs, save_every=0, eval_episodes=1, **FLAGS))
     return found
@@ -102,13 +97,13 @@ def of_ours(folder: str, batch: ppo_llm.Rollout) -> dict[str, torch.Tensor]:
 def main() -> None:
     folder = sys.argv[1]
     trl, rows, rewards = of_trl(folder)
-    batch = as_rollout(folder, rows, rewards)
-    as_trl = as_rollout(folder, rows, rewards)
-    ended = batch.mask.sum(1) < FLAGS["max_new_tokens"]
-    as_trl.rewards[ended] *= FLAGS["gae_lambda"]
-    print(f"{len(rows)} samples, {sum(reward > 0 for reward in rewards)} right, {int(ended.sum())} ended early\n")
+    episodes, as_trl = (as_episodes(folder, rows, rewards) for _ in range(2))
+    ended = [episode for episode in as_trl if sum(episode.mask) < FLAGS["max_new_tokens"]]
+    for episode in ended:
+        episode.rewards[-1] *= FLAGS["gae_lambda"]
+    print(f"{len(rows)} samples, {sum(reward > 0 for reward in rewards)} right, {len(ended)} ended early\n")
     common.table(["gradient of", "side", "cosine with TRL's", "norm", "norm of TRL's"])
-    for side, samples in ("ours", batch), ("ours, as TRL", as_trl):
+    for side, samples in ("ours", episodes), ("ours, as TRL", as_trl):
         for model, gradient in sorted(of_ours(folder, samples).items()):
             other = trl[model] / (0.1 if model == "critic" else 1.0)  # TRL's weight of the value loss
             cosine = torch.nn.functional.cosine_similarity(gradient, other, dim=0)

@@ -48,13 +48,16 @@ class EachNumber(GuessNumber):
         return prompt, info
 
 
-def play(folder: Path, greedy: bool) -> list[str]:
+def play(folder: Path, temperature: float) -> list[str]:
     """Reward and guesses of the trained model, means of 512 episodes, 64 of each number."""
     model, _ = ppo_llm.load_hf_checkpoint(folder / "model")
-    args, envs = ppo_llm.Args(max_prompt_tokens=16, max_new_tokens=24), [EachNumber() for _ in range(512)]
     tokenizer = ppo_llm.HFTokenizer(folder / "model")
-    batch = ppo_llm.rollout(model, tokenizer, envs, range(512), range(512), -1, args, greedy)
-    return [f"{float(batch.rewards.sum()) / 512:.3f}", f"{int(batch.mask.sum()) / 1024:.3f}"]  # two tokens a guess
+    args = ppo_llm.Args(max_prompt_tokens=16, max_new_tokens=24, temperature=temperature)
+    envs = [EachNumber() for _ in range(512)]
+    decoder = ppo_llm.Decoder(model, 512, tokenizer.stop_ids, args)
+    episodes = ppo_llm.rollout(decoder, tokenizer, envs, range(512), range(512), -1, args)
+    rewards, sampled = (sum(map(sum, column)) for column in zip(*[(e.rewards, e.mask) for e in episodes]))
+    return [f"{rewards / 512:.3f}", f"{sampled / 1024:.3f}"]  # two tokens a guess
 
 
 def main():
@@ -62,12 +65,13 @@ def main():
 
     common.table(["run", "reward, sampled", "guesses, sampled", "reward, greedy", "guesses, greedy"])
     for folder in map(Path, sys.argv[1:]):
-        common.line([folder.name, *play(folder, greedy=False), *play(folder, greedy=True)])
+        common.line([folder.name, *play(folder, temperature=1.0), *play(folder, temperature=0.0)])
     figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained", width_ratios=[2, 1, 1])
     for folder in map(Path, sys.argv[1:]):
         rows = read(folder / "metrics.jsonl")
         guesses = [row["objective/response_tokens"] / 2 for row in rows]  # a digit and EOS each
-        axes[0].plot([row["charts/episodes"] for row in rows], guesses, linewidth=1, label=folder.name)
+        samples = [256 * (row["iteration"] + 1) for row in rows]
+        axes[0].plot(samples, guesses, linewidth=1, label=folder.name)
     axes[0].axhline(BEST, color="black", linestyle=":", label="binary search")
     axes[0].set(xlabel="samples", ylabel="guesses on average", ylim=(2, 8))
     axes[0].legend()

@@ -11,6 +11,7 @@ length, learning rate (for both models, decaying linearly to 0) and KL.
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import sys
@@ -32,7 +33,8 @@ SUMS = dict(env_id="Sums-v0", rollout_batch_size=32, train_batch_size=16, max_pr
 CHEERFUL = dict(env_id="Cheerful-v0", rollout_batch_size=32, train_batch_size=16, max_prompt_tokens=64,
                 max_new_tokens=48, num_iterations=16, actor_lr=2e-5, critic_lr=2e-5)  # fmt: skip
 TWO = SUMS | dict(env_kwargs='{"digits": 2}', num_iterations=24, actor_lr=2e-5, critic_lr=2e-5)
-FAST = SUMS | dict(num_iterations=8, actor_lr=2e-5, critic_lr=2e-5, gae_lambda=0.95, critic_lambda=0.95)  # as TRL
+FAST = SUMS | dict(num_iterations=8, actor_lr=2e-5, critic_lr=2e-5, gae_lambda=0.95, critic_lambda=0.95,
+                   value_clip=0.2)  # as TRL
 TASKS = {
     "sums": SUMS | dict(num_iterations=28),
     "sums, fast": FAST,
@@ -61,16 +63,21 @@ class HeldOut:
         kwargs = json.loads(flags.get("env_kwargs", "{}")) | {"split": "test"}
         self.envs = [ppo_llm.gym.make(flags["env_id"], disable_env_checker=True, **kwargs) for _ in range(self.N)]
         sizes = {name: flags[name] for name in ("max_prompt_tokens", "max_new_tokens")}
-        self.args = ppo_llm.Args(rollout_slots=self.N, compile="off", **sizes)
+        self.args = ppo_llm.Args(**sizes)
 
     def add(self, samples: int, seconds: float, model: ppo_llm.Transformer) -> None:
         point = {"samples": samples, "seconds": seconds}
-        greedy = min(self.N, len(self.envs[0].unwrapped.rows))
-        for kind, N in ("sampled", self.N), ("greedy", greedy):
-            batch = ppo_llm.rollout(model, self.tokenizer, self.envs, range(N), range(N), -1 - samples, self.args,
-                                    greedy=kind == "greedy")  # fmt: skip
-            point[kind] = {"success": sum(batch.success) / N, "reward": float(batch.rewards.sum()) / N,
-                           "prompts": batch.prompts[:10], "responses": batch.texts[:10]}  # fmt: skip
+        decoder = ppo_llm.Decoder(model, self.N, self.tokenizer.stop_ids, self.args)
+        greedily = dataclasses.replace(self.args, temperature=0.0)
+        once = min(self.N, len(self.envs[0].unwrapped.rows))
+        for kind, N, args in ("sampled", self.N, self.args), ("greedy", once, greedily):
+            episodes = ppo_llm.rollout(decoder, self.tokenizer, self.envs, range(N), range(N), -1 - samples, args)
+            texts = [[text for _, text in episode.conversation] for episode in episodes[:10]]
+            point[kind] = {
+                "success": sum(episode.success for episode in episodes) / N,
+                "reward": sum(sum(episode.rewards) for episode in episodes) / N,
+                "prompts": [prompt for prompt, _ in texts], "responses": [response for _, response in texts],
+            }  # fmt: skip
         self.points.append(point)
         numbers = [f"{kind} {point[kind]['success']:.0%} {point[kind]['reward']:.2f}" for kind in ("sampled", "greedy")]
         print(samples, f"{seconds:.0f} s", *numbers, point["sampled"]["responses"][:2], file=sys.stderr, flush=True)
@@ -78,13 +85,13 @@ class HeldOut:
 
 def ours(folder: str, flags: dict, seed: int) -> dict:
     held_out, samplers, rows = HeldOut(folder, flags), [], []
-    build, append = ppo_llm.build_models, ppo_llm.RunFolder.append
-    every = between_points(flags) * flags["rollout_batch_size"] * flags.get("n_samples_per_prompt", 1)
+    build, append = ppo_llm.build_models, ppo_llm.Run.append
+    per_iteration = flags["rollout_batch_size"] * flags.get("n_samples_per_prompt", 1)
 
     def build_models(*args):
-        tokenizer, models = build(*args)
+        models = build(*args)
         samplers.append(models[-1])
-        return tokenizer, models
+        return models
 
     def append_and_evaluate(run, name, row):  # after the clock of an iteration has stopped
         append(run, name, row)
@@ -94,14 +101,15 @@ def ours(folder: str, flags: dict, seed: int) -> dict:
                                                   "objective/response_tokens", "objective/entropy")}
                     | {"diagnosis": row["ratio/diagnosis"], "accuracy": row["objective/accuracy"]}
                     | {name: row[name] for name in row if name.startswith("critic/")})  # fmt: skip
-        if row["charts/episodes"] % every == 0:
-            held_out.add(row["charts/episodes"], sum(each["time/iteration"] for each in rows), samplers[0])
+        if len(rows) % between_points(flags) == 0:
+            seconds = sum(each["time/iteration"] for each in rows)
+            held_out.add(len(rows) * per_iteration, seconds, samplers[0])
 
     held_out.add(0, 0.0, ppo_llm.load_hf_checkpoint(folder)[0])
     with (
         tempfile.TemporaryDirectory() as runs,
         unittest.mock.patch.object(ppo_llm, "build_models", build_models),
-        unittest.mock.patch.object(ppo_llm.RunFolder, "append", append_and_evaluate),
+        unittest.mock.patch.object(ppo_llm.Run, "append", append_and_evaluate),
         unittest.mock.patch.object(ppo_llm, "save_hf_checkpoint"),
         contextlib.redirect_stdout(io.StringIO()),
     ):
@@ -140,11 +148,13 @@ def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     defaults = ppo_llm.Args(model=folder, seed=seed, **flags)
-    plan = ppo_llm.validate(defaults)
+    ppo_llm.validate(defaults)
+    plan = ppo_llm.plan_steps(defaults)
     env = ppo_llm.gym.make(flags["env_id"], disable_env_checker=True, **json.loads(defaults.env_kwargs))
-    N = plan.samples_per_iteration
+    N = plan.samples
+    total = N * defaults.num_iterations
     first = ppo_llm.first_prompt(defaults)
-    seeds = range(first, first + plan.episodes_total)  # those of our training prompts
+    seeds = range(first, first + total)  # those of our training prompts
     prompts = [env.reset(seed=i)[0] for i in seeds]
     chat = ppo_llm.HFTokenizer(folder)
     ids = [chat.encode_prompt(prompt) for prompt in prompts]
@@ -157,7 +167,7 @@ def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
     torch.nn.init.zeros_(value.score.weight)  # as ours
     settings = PPOConfig(
         output_dir=runs, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", seed=seed,
-        save_strategy="no", disable_tqdm=True, num_sample_generations=0, total_episodes=plan.episodes_total,
+        save_strategy="no", disable_tqdm=True, num_sample_generations=0, total_episodes=total,
         per_device_train_batch_size=N, gradient_accumulation_steps=1, num_mini_batches=plan.minibatches,
         num_ppo_epochs=defaults.ppo_epochs, local_rollout_forward_batch_size=N, stop_token="eos",
         response_length=defaults.max_new_tokens, temperature=1.0, learning_rate=defaults.actor_lr,
@@ -247,7 +257,7 @@ def draw_cheerful(results: dict) -> None:
             axes.plot(means("objective/kl"), means("objective/reward"), "o-", markersize=3, label=label)
         for point in run["points"][-1:] if i else [run["points"][0], run["points"][-1]]:
             answers = point["sampled"]
-            for prompt, response in list(zip(answers["prompts"], answers["responses"], strict=True))[:4]:
+            for prompt, response in list(zip(answers["prompts"], answers["responses"]))[:4]:
                 common.line([label if point["samples"] else "before", prompt, response.replace("\n", " ")])
     axes.set(xlabel="KL to the reference, nats a response", ylabel="sentiment, -1 to 1")
     axes.legend(fontsize=8)

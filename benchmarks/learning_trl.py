@@ -10,6 +10,7 @@ for actor and critic alike, decaying to 0, KL, clip ranges, GAE. `defaults` has 
 sum of both losses, of which no gradient is clipped; it averages over the tokens of a microbatch, which is a minibatch
 here, over all response positions for the critic; and it places the reward one position behind EOS. Every 2,560
 samples the policy answers the same 512 held-out prompts, sampled at temperature 1, by the same code for all sides.
+TRL's PPOTrainer is that of the version in requirements.txt; later ones have none.
 """
 
 import contextlib
@@ -18,7 +19,6 @@ import json
 import sys
 import tempfile
 import types
-import unittest.mock
 import warnings
 from pathlib import Path
 
@@ -29,56 +29,42 @@ from common import ppo_llm
 SIDES, SAMPLES, ITERATIONS, LEARNING_RATE = ("trl", "matched", "defaults"), 512, 120, 3e-4
 EVERY = 5 * SAMPLES  # between two evaluations
 RESULTS = Path("runs/learning_trl.json")
-TASK = dict(max_prompt_tokens=16, max_new_tokens=8, ppo_epochs=2, device="cpu",
-            save_every=0)  # fmt: skip
+TASK = dict(max_prompt_tokens=16, max_new_tokens=8, ppo_epochs=2, device="cpu", save_every=0)
 MATCHED = dict(rollout_batch_size=SAMPLES, train_batch_size=128, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE,
-               lr_end=0.0, kl_coef=0.01, gae_lambda=0.95, critic_lambda=0.95)  # fmt: skip
-DEFAULTS = dict(rollout_batch_size=256, train_batch_size=64, actor_lr=5e-4, critic_lr=1e-3, adam_beta1=0.5,
-                kl_coef=0.02)  # fmt: skip
+               lr_end=0.0, kl_coef=0.01, gae_lambda=0.95, critic_lambda=0.95, value_clip=0.2)  # fmt: skip
+DEFAULTS = dict(rollout_batch_size=256, train_batch_size=64, actor_lr=5e-4, critic_lr=1e-3)
 
 
 def train(folder: str, run_name: str, **flags) -> Path:
     with contextlib.redirect_stdout(io.StringIO()):
-        ppo_llm.train(ppo_llm.Args(log_dir=folder, run_name=run_name, eval_episodes=1, **TASK | flags))
+        ppo_llm.train(ppo_llm.Args(log_dir=folder, run_name=run_name, **TASK | flags))
     return Path(folder, run_name)
 
 
+def ours(folder: str, seed: int, checkpoint: Path, flags: dict) -> list:
+    batch_size = flags["rollout_batch_size"]
+    run = train(folder, f"{batch_size}", model=str(checkpoint), seed=seed, eval_every=EVERY // batch_size,
+                num_iterations=SAMPLES * ITERATIONS // batch_size, **flags)  # fmt: skip
+    summary = json.loads((run / "summary.json").read_text())
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    curve = [(row["iteration"] * batch_size, row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
+    before, after = (summary[when]["accuracy"] for when in ("eval_before", "eval_after"))
+    return [(0, before), *curve, (SAMPLES * ITERATIONS, after)]
+
+
 class HeldOut:
-    """Accuracy of a model on 512 prompts of the test split."""
+    """Accuracy of a model on the prompts of an evaluation."""
 
     def __init__(self, folder: Path):
         self.tokenizer, self.curve = ppo_llm.HFTokenizer(folder), []
-        self.args = ppo_llm.Args(max_prompt_tokens=16, max_new_tokens=8, compile="off")
-        self.envs = [ppo_llm.gym.make("SortDigits-v0", disable_env_checker=True, split="test") for _ in range(512)]
+        self.args = ppo_llm.Args(max_prompt_tokens=16, max_new_tokens=8)
+        self.envs = [ppo_llm.SortDigits() for _ in range(512)]
 
     def add(self, samples: int, model: ppo_llm.Transformer) -> None:
+        decoder = ppo_llm.Decoder(model, 512, self.tokenizer.stop_ids, self.args)
         noise = -1 - samples // SAMPLES
-        batch = ppo_llm.rollout(model, self.tokenizer, self.envs, range(512), range(512), noise, self.args)
-        self.curve.append((samples, sum(batch.success) / 512))
-
-
-def ours(folder: str, seed: int, checkpoint: Path, flags: dict) -> list:
-    held_out, copy = HeldOut(checkpoint), ppo_llm.copy_weights
-
-    def copy_weights(source, target, *rest, **kwargs):  # the last call of an iteration is that for the sampler
-        copy(source, target, *rest, **kwargs)
-        if ppo_llm_state and target is ppo_llm_state[0]:
-            samples = (len(ppo_llm_state) - 1) * batch_size
-            ppo_llm_state.append(samples)
-            if samples % EVERY == 0:
-                held_out.add(samples, target)
-
-    def build_models(*args):
-        tokenizer, models = build(*args)
-        ppo_llm_state.append(models[-1])
-        return tokenizer, models
-
-    ppo_llm_state, build, batch_size = [], ppo_llm.build_models, flags["rollout_batch_size"]
-    with unittest.mock.patch.object(ppo_llm, "copy_weights", copy_weights), \
-         unittest.mock.patch.object(ppo_llm, "build_models", build_models):  # fmt: skip
-        train(folder, f"ours{flags['kl_coef']}", model=str(checkpoint), seed=seed,
-              num_iterations=SAMPLES * ITERATIONS // batch_size, **flags)  # fmt: skip
-    return held_out.curve
+        episodes = ppo_llm.rollout(decoder, self.tokenizer, self.envs, range(512), range(512), noise, self.args)
+        self.curve.append((samples, sum(episode.success for episode in episodes) / 512))
 
 
 class SortedReward(torch.nn.Module):
@@ -109,7 +95,7 @@ def trl(folder: str, seed: int, checkpoint: Path) -> list:
 
     held_out = HeldOut(checkpoint)
     model, _ = ppo_llm.load_hf_checkpoint(checkpoint)
-    train_env = ppo_llm.gym.make("SortDigits-v0", disable_env_checker=True)
+    train_env = ppo_llm.SortDigits()
     first = ppo_llm.first_prompt(ppo_llm.Args(seed=seed))
     seeds = range(first, first + SAMPLES * ITERATIONS)  # those of our training prompts
     prompts = [held_out.tokenizer.encode(train_env.reset(seed=i)[0]) for i in seeds]
@@ -153,9 +139,9 @@ def report() -> None:
         first = [next((n for n, accuracy in curve if accuracy >= 0.9), None) for curve in curves]
         common.line([seed, *(f"{n:,}" if n else "-" for n in first),
                      *(f"{curve[-1][1]:.1%}" if curve else "-" for curve in curves)])  # fmt: skip
-        for i, (side, curve) in enumerate(zip(SIDES, curves, strict=True)):
+        for i, (side, curve) in enumerate(zip(SIDES, curves)):
             if curve:
-                x, y = zip(*curve, strict=True)
+                x, y = zip(*curve)
                 label = {"trl": "TRL", "matched": "ours, as TRL", "defaults": "ours"}[side] if seed == "1" else None
                 axes.plot(x, [100 * accuracy for accuracy in y], color=f"C{i}", linewidth=1, label=label)
     axes.set(xlabel="samples", ylabel="held-out prompts right, %", ylim=(0, 100))
@@ -172,8 +158,8 @@ def main():
     RESULTS.parent.mkdir(exist_ok=True)
     for seed in seeds if "plot" not in chosen else ():
         with tempfile.TemporaryDirectory() as folder:
-            still = dict(num_iterations=1, actor_lr=0.0, critic_lr=0.0)  # a warm start alone
-            checkpoint = train(folder, "start", seed=seed, adam_beta1=0.9, **still) / "model"
+            alone = dict(num_iterations=1, critic_warmup_iterations=1, eval_episodes=1)  # a warm start alone
+            checkpoint = train(folder, "start", seed=seed, **alone) / "model"
             for side in sides:
                 curve = trl(folder, seed, checkpoint) if side == "trl" else ours(
                     folder, seed, checkpoint, MATCHED if side == "matched" else DEFAULTS)  # fmt: skip

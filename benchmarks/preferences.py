@@ -56,12 +56,20 @@ def sentiment(text: str) -> float:
     return analyzer().polarity_scores(text)["compound"]
 
 
+def answers(folder: str, questions: list[str], seeds, iteration: int) -> list[tuple[str, str]]:
+    """(question, sampled answer) of the questions with these numbers."""
+    model, _ = ppo_llm.load_hf_checkpoint(folder)
+    tokenizer = ppo_llm.HFTokenizer(folder)
+    args = ppo_llm.Args(max_prompt_tokens=64, max_new_tokens=TOKENS)
+    decoder = ppo_llm.Decoder(model, 64, tokenizer.stop_ids, args)
+    envs = [common.Prompts(questions) for _ in range(64)]
+    episodes = ppo_llm.rollout(decoder, tokenizer, envs, seeds, range(len(seeds)), iteration, args)
+    return [tuple(text for _, text in episode.conversation) for episode in episodes]
+
+
 def make_pairs(folder: str) -> None:
     """Two answers to each prompt, several times over, and which of them is better; no pairs without a difference."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    model, _ = ppo_llm.load_hf_checkpoint(folder)
-    tokenizer = ppo_llm.HFTokenizer(folder)
-    args = ppo_llm.Args(max_prompt_tokens=64, max_new_tokens=TOKENS, rollout_slots=64, compile="off")
     for split, passes in ("train", PASSES), ("test", HELD_OUT_PASSES):
         questions = prompts(split)
         with open(FOLDER / f"prompts_{split}.jsonl", "w") as file:
@@ -69,13 +77,11 @@ def make_pairs(folder: str) -> None:
         pairs = []
         for k in range(passes):
             seeds = [i for i in range(len(questions)) for _ in range(2)]
-            envs = [common.Prompts(questions) for _ in range(64)]
-            batch = ppo_llm.rollout(model, tokenizer, envs, seeds, range(len(seeds)), k, args)
-            rewards = [sentiment(text) for text in batch.texts]
-            for i in range(0, len(seeds), 2):
-                (low, worse), (high, better) = sorted(zip(rewards[i : i + 2], batch.texts[i : i + 2]))
+            scored = [(prompt, sentiment(text), text) for prompt, text in answers(folder, questions, seeds, k)]
+            for two in zip(scored[::2], scored[1::2]):
+                (prompt, low, worse), (_, high, better) = sorted(two)
                 if high > low:
-                    pairs.append({"prompt": batch.prompts[i], "better": better, "worse": worse, "margin": high - low})
+                    pairs.append({"prompt": prompt, "better": better, "worse": worse, "margin": high - low})
             print(split, k, len(pairs), file=sys.stderr, flush=True)
         name = "pairs" if split == "train" else "pairs_test"
         (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -132,17 +138,17 @@ def make_reward_model(folder: str, count: int) -> None:
 
 def ppo(folder: str, count: int, kl_coef: float, seed: int) -> None:
     name = f"{count}_{kl_coef:g}_{seed}"
-    add_scores = ppo_llm.add_scores
+    write = ppo_llm.Run.write
 
-    def add_scores_and_look(batch, *rest):  # the true reward is a metric, and nothing else
-        add_scores(batch, *rest)
-        batch.stats["objective/true_reward"] = statistics.mean(map(sentiment, batch.texts))
+    def look_and_write(run, row, episodes, *rest):  # the true reward is a metric, and nothing else
+        row["objective/true_reward"] = statistics.mean(sentiment(e.conversation[-1][1]) for e in episodes)
+        write(run, row, episodes, *rest)
 
     flags = FLAGS | dict(model=folder, reward_model=str(FOLDER / f"rm_{count}"), kl_coef=kl_coef, seed=seed)
     flags["critic_model"] = flags["reward_model"]
     flags["env_kwargs"], flags["eval_env_kwargs"] = (
         json.dumps({"path": str(FOLDER / f"prompts_{split}.jsonl")}) for split in ("train", "test"))  # fmt: skip
-    with unittest.mock.patch.object(ppo_llm, "add_scores", add_scores_and_look):
+    with unittest.mock.patch.object(ppo_llm.Run, "write", look_and_write):
         ppo_llm.train(ppo_llm.Args(log_dir=str(FOLDER), run_name=name, resume="auto", device="cpu", **flags))
     lines = [json.loads(line) for line in (FOLDER / name / "metrics.jsonl").read_text().splitlines()]
     keep = ("objective/kl", "objective/true_reward", "objective/reward_model", "objective/entropy", "time/iteration",
@@ -203,16 +209,15 @@ def look(folder: str) -> None:
     common.table(["model", "prompts", "mention the topic", "true reward", "different first four words",
                   "most frequent ones"])  # fmt: skip
     for model_folder in [Path(folder), *sorted(FOLDER.glob("*/model"))]:
-        model, _ = ppo_llm.load_hf_checkpoint(model_folder)
-        tokenizer, questions = ppo_llm.HFTokenizer(model_folder), prompts("train") + prompts("test")
-        args = ppo_llm.Args(max_prompt_tokens=64, max_new_tokens=TOKENS, rollout_slots=64, compile="off")
-        envs, rows = [common.Prompts(questions) for _ in range(64)], range(len(questions))
-        batch = ppo_llm.rollout(model, tokenizer, envs, rows, rows, -1, args)
-        on_topic = statistics.mean(map(is_on_topic, batch.prompts, batch.texts))
-        beginnings = collections.Counter(" ".join(text.split()[:4]) for text in batch.texts)
+        questions = prompts("train") + prompts("test")
+        rows = range(len(questions))
+        pairs = answers(str(model_folder), questions, rows, -1)
+        on_topic = statistics.mean(is_on_topic(*pair) for pair in pairs)
+        beginnings = collections.Counter(" ".join(text.split()[:4]) for _, text in pairs)
+        true_reward = statistics.mean(sentiment(text) for _, text in pairs)
         frequent, count = beginnings.most_common(1)[0]
         name = model_folder.parent.name if model_folder.name == "model" else "before"
-        common.line([name, len(rows), f"{on_topic:.0%}", f"{statistics.mean(map(sentiment, batch.texts)):.2f}",
+        common.line([name, len(rows), f"{on_topic:.0%}", f"{true_reward:.2f}",
                      f"{len(beginnings) / len(rows):.0%}", f"{frequent!r}, {count / len(rows):.0%}"])  # fmt: skip
 
 

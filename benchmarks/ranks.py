@@ -6,13 +6,12 @@
 Actor and critic are apart in a copy of the script with tests/forks/critic_ranks.patch applied, which adds the flag
 --critic-ranks; all other runs are those of the script itself.
 Three iterations of the embedded task in float32 on the CPU, most of what the loop can do switched on. Compared are four
-completions an iteration, all numbers in metrics.jsonl but timings and the rollout's counters, and exported weights.
+completions an iteration, all numbers in metrics.jsonl but timings and memory, and exported weights.
 A start is what passes before the run folder is made: imports, rendezvous, models.
 """
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -20,8 +19,7 @@ import time
 from pathlib import Path
 
 import safetensors.torch
-import torch
-from common import ROOT, patched_script
+from common import ROOT, hardware, line, patched_script, table
 
 MANY = sys.argv[1:2] == ["many"]
 REST = sys.argv[1 + MANY :]
@@ -29,7 +27,7 @@ SCRIPT = Path(REST[0] if REST else ROOT / "ppo_llm.py").resolve()
 FLAGS = (
     "--num-iterations 3 --rollout-batch-size 64 --n-samples-per-prompt 2 --train-batch-size 32 "
     "--micro-batch-tokens 200 --sft-steps 5 --eval-episodes 32 --kl-coef 0.05 --ref-sync-every 2 "
-    "--entropy-coef 0.01 --bootstrap-truncated --missing-eos-penalty 0.1"
+    "--entropy-coef 0.01 --missing-eos-penalty 0.1"
 ).split()
 RUNS = {  # name: (ranks, further flags); 0 ranks: no torchrun
     "1 process": (0, ""), "1 process, microbatches of 10,000 tokens": (0, "--micro-batch-tokens 10000"),
@@ -41,7 +39,7 @@ if MANY:
     RUNS = {"1 process": (0, ""), "8 ranks": (8, ""), "8 ranks, 6 + 2": (8, "--critic-ranks 2"), "16 ranks": (16, ""),
             "16 ranks, 12 + 4": (16, "--critic-ranks 4"),
             "16 ranks, activation checkpointing": (16, "--activation-checkpointing")}  # fmt: skip
-SKIPPED = ("time/", "perf/", "rollout/")
+SKIPPED = ("time/", "perf/")
 
 
 def numbers(value, name=""):
@@ -61,10 +59,8 @@ def results(folder: Path):
 
 def main() -> None:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
-    print(f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}\n")
-    columns = ["run", "same responses", "largest difference of a metric", "of a weight", "start, s", "the rest, s"]
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
+    print(f"{os.cpu_count()} cores, {hardware()}\n")
+    table(["run", "same responses", "largest difference of a metric", "of a weight", "start, s", "the rest, s"])
     patched = patched_script("critic_ranks", SCRIPT)
     with tempfile.TemporaryDirectory() as work:
         for i, (name, (ranks, flags)) in enumerate(RUNS.items()):
@@ -85,11 +81,10 @@ def main() -> None:
             worst = {key: abs(x - first[0][key]) / max(1, abs(first[0][key])) for key, x in metrics.items()}
             key = max(worst, key=worst.get)
             shift = max(float((weights[k] - first[2][k]).abs().max()) for k in weights)
-            same = f"{sum(a == b for a, b in zip(texts, first[1], strict=True))} of {len(texts)}"
+            same = f"{sum(a == b for a, b in zip(texts, first[1]))} of {len(texts)}"
             where = f" ({key.partition('/')[2].partition('/')[2]})" if worst[key] else ""
             rest = json.loads(Path(work, str(i), "summary.json").read_text())["seconds"]
-            seconds = f"{whole - rest:.0f} | {rest:.0f}"
-            print(f"| {name} | {same} | {worst[key]:.1e}{where} | {shift:.1e} | {seconds} |", flush=True)
+            line([name, same, f"{worst[key]:.1e}{where}", f"{shift:.1e}", f"{whole - rest:.0f}", f"{rest:.0f}"])
 
 
 if __name__ == "__main__":

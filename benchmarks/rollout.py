@@ -35,7 +35,6 @@ CUDA = dict(device="cuda", dtype=torch.bfloat16, pairs=3, prompt=128, mean=256, 
             shape=common.QWEN_05B)  # fmt: skip
 SMOKE = CPU | dict(pairs=1, prompt=4, mean=4, longest=16, runs=[(4, 2)], shape=common.TINY)
 PAGED = ("paged|eager", "paged|sdpa")
-ppo_llm_continuous_batching.PATIENCE = 60  # on a busy machine the threads of instant environments may be late
 LENGTHS = ("log-normal", "exponential", "uniform", "90 / 10", "constant")
 COLUMNS = ("lengths", "samples / slots", "tokens/s: waves", "continuous", "transformers", "steps: waves", "continuous",
            "occupancy: waves", "continuous", "gain", "ideal gain", "gain / ideal", "continuous / transformers")
@@ -88,8 +87,9 @@ class Bench:
         common.write_checkpoint(folder, self.tokenizer, prompt + longest, shape)
         self.prompts = common.random_prompts(self.tokenizer, max(slots * waves for slots, waves in runs), prompt)
         self.args = ppo_llm_continuous_batching.Args(max_prompt_tokens=prompt, max_new_tokens=longest,
-                                                     compile="on" if device == "cuda" else "off")  # fmt: skip
-        self.actors = {name: module.load_hf_checkpoint(folder, dtype, device)[0] for name, module in SIDES.items()}
+                                                     temperature=0.0, compile="on" if device == "cuda" else "off")
+        self.actors = {name: common.load_sampler(module, folder, dtype, device) for name, module in SIDES.items()}
+        self.decoders = {}  # {(side, slots): (decoder, environments that it needs)}
         self.peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
 
     def synchronize(self):
@@ -97,26 +97,31 @@ class Bench:
             torch.cuda.synchronize()
 
     def run(self, name: str, lengths: list[int], slots: int, turns: Turns | None = None) -> dict:
-        """Seconds, tokens [N, T], stats, and the rows that decode over time of a rollout by `ppo_llm*.py`."""
-        ppo, self.args.rollout_slots, seeds = SIDES[name], slots, range(len(lengths))
-        turns, trace = turns or Turns([name]), []
-        K = 8 if self.device == "cuda" else 1  # Decoder.K
+        """Seconds, tokens, decode steps, and the rows that decode over time of a rollout by `ppo_llm*.py`."""
+        ppo, seeds, turns, trace = SIDES[name], range(len(lengths)), turns or Turns([name]), []
+        if (name, slots) not in self.decoders:
+            made = common.make_decoder(ppo, self.actors[name], self.tokenizer, slots, self.args)
+            self.decoders[name, slots] = made
+        decoder, count = self.decoders[name, slots]
+        K = decoder.steps
         simulated = simulate.static_steps if name == "waves" else simulate.continuous_steps
-        steps = K * simulated([-(-n // K) for n in lengths], slots)
+        predicted = K * simulated([-(-n // K) for n in lengths], slots)
 
         def after():
             self.synchronize()  # the rollout waits for the device now, too
             trace.append((turns.clock(name), int(blocks[-1][2])))
-            turns.advance(name, len(blocks) * K / steps)
+            turns.advance(name, len(blocks) * K / predicted)
 
         with common.forced(ppo, lengths, after) as blocks, turns.of(name):
-            count = ppo.envs_needed(self.args, len(lengths))
             envs = [common.Prompts(self.prompts) for _ in range(count)]
-            batch = ppo.rollout(self.actors[name], self.tokenizer, envs, seeds, seeds, 0, self.args, greedy=True)
+            episodes = ppo.rollout(decoder, self.tokenizer, envs, seeds, seeds, 0, self.args)
             self.synchronize()
-        assert batch.mask.sum(1).tolist() == lengths
-        assert len(blocks) * K == steps, (len(blocks), K, steps)
-        return {"seconds": turns.seconds[name], "batch": batch, "trace": trace, **batch.stats}
+        assert [sum(episode.mask) for episode in episodes] == lengths
+        steps = len(blocks) * K
+        assert steps == predicted or name == "continuous", (steps, predicted)  # where threads may be late
+        tokens = [episode.ids[episode.prompt_length :] for episode in episodes]
+        occupancy = sum(lengths) / (steps * slots)
+        return {"seconds": turns.seconds[name], "tokens": tokens, "trace": trace, "steps": steps, "occupancy": occupancy}
 
     def run_both(self, lengths: list[int], slots: int) -> dict[str, dict]:
         turns = Turns(SIDES)
@@ -157,7 +162,7 @@ def plot(runs: dict, slots: int, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
     for name, run in runs.items():
         seconds, rows = zip(*run["trace"], strict=True)
-        label = f"{name}: {run['rollout/slot_occupancy']:.0%} occupied"
+        label = f"{name}: {run['occupancy']:.0%} occupied"
         axes.step(seconds, rows, where="pre", label=label, linewidth=1)
     axes.set(xlabel="seconds", ylabel=f"rows that decode, of {slots}", ylim=(0, slots * 1.05))
     axes.legend(loc="upper right")
@@ -181,9 +186,8 @@ def main():
     common.table(COLUMNS)
     for slots, waves in settings["runs"]:
         warm = common.forced_lengths("uniform", slots, 4, 8)
-        tokens = {name: bench.run(name, warm, slots)["batch"].tokens for name in SIDES}
-        assert torch.equal(*tokens.values())
-        plain = [tokens["waves"][i, settings["prompt"] :][:n].tolist() for i, n in enumerate(warm)]
+        plain, others = (bench.run(name, warm, slots)["tokens"] for name in SIDES)
+        assert plain == others
         for attention in PAGED:
             same = bench.run_peer(attention, warm, slots)["tokens"]
             agree = sum(a == b for a, b in zip(plain, same, strict=True))
@@ -206,11 +210,12 @@ def main():
             ratio = lambda a, b: [x["seconds"] / y["seconds"] for x, y in zip(runs[a], runs[b], strict=False)]
             speed = {side: sum(lengths) / statistics.median(run["seconds"] for run in runs[side]) for side in runs}
             last = {side: runs[side][-1] for side in SIDES}
-            steps = {side: int(run["rollout/decode_steps"]) for side, run in last.items()}
-            gain, ideal = ratio("waves", "continuous"), last["continuous"]["rollout/ideal_gain"]
+            steps = {side: run["steps"] for side, run in last.items()}
+            ideal = simulate.static_steps(lengths, slots) / simulate.continuous_steps(lengths, slots)
+            gain = ratio("waves", "continuous")
             cells = [name, f"{slots * times} / {slots}", f"{speed['waves']:,.0f}", f"{speed['continuous']:,.0f}",
                      f"{speed['peer']:,.0f} ({best})", f"{steps['waves']:,}", f"{steps['continuous']:,}",
-                     *(f"{run['rollout/slot_occupancy']:.0%}" for run in last.values()), spread(gain), f"{ideal:.2f}",
+                     *(f"{run['occupancy']:.0%}" for run in last.values()), spread(gain), f"{ideal:.2f}",
                      f"{statistics.median(gain) / ideal:.3f}", spread(ratio("peer", "continuous"))]  # fmt: skip
             common.line(cells)
             if name == "log-normal" and mode == "cpu":

@@ -14,6 +14,7 @@ buffers, launches, time of the host and of PCIe. Seconds are lower bounds.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -41,6 +42,7 @@ from common import QWEN_05B, QWEN_15B, SMALL, line, ppo_llm, table  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.distributed._tools.fake_collectives import CollectiveOp  # noqa: E402
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.flop_counter import flop_registry  # noqa: E402
@@ -57,7 +59,7 @@ MEMORY, FLOPS, HBM, NVLINK, NETWORK = {
     "h200": (141e9, 989e12, 4.8e12, 450e9, 50e9),
     "4090": (24 * 2**30, 165e12, 1.01e12, 32e9, 32e9)}[OPTIONS.gpu]  # fmt: skip
 KINDS = {  # of memory, by the function that allocates it
-    "build_model": "parameters", "materialize": "sampler", "Device.make_optimizer": "optimizer",
+    "build_model": "parameters", "build_sampler": "sampler", "make_optimizer": "optimizer",
     "KVCache.__init__": "KV cache", "copy_weights": "weight copy", "foreach_all_gather": "gathered weights",
     "FSDPParam.all_gather_inputs": "gathered weights",
     "FSDPParam.init_all_gather_outputs": "gathered weights", "foreach_reduce": "unsharded gradients"}  # fmt: skip
@@ -86,7 +88,7 @@ class Device(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.phases = iter("rollout score critic actor hand_over diagnose end".split())
+        self.phases = iter("evaluation rollout score critic actor hand_over end".split())
         self.phase, self.times = "start", 1  # of the next operations
         # By phase: numbers; `held` when it was most; the most bytes of each kind.
         self.counts, self.at_peak, self.largest = (defaultdict(Counter) for _ in range(3))
@@ -180,34 +182,32 @@ class Device(TorchDispatchMode):
         x.untyped_storage().resize_(size)
         self.hold(x)
 
-    def make_optimizer(self, model, args):
-        optimizer = original.make_optimizer(model, args)
-        for p in model.parameters():  # as after the first iteration
-            moments = {name: torch.zeros_like(p.detach()) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[p] = moments | {"step": torch.zeros((), device=p.device)}
-        return optimizer
-
-    def prefill(self, actor, cache, playing, args):
-        self.phase, self.turn = "prefill", (actor, cache, args)
-        original.prefill(actor, cache, playing, args)
-
-    def begin_turn(self, slots, playing):
-        """Makes decode steps at the start, in the middle and at the end of a wave, counted for all of it."""
-        original.begin_turn(slots, playing)
-        actor, cache, args = self.turn
-        self.phase, self.times = "decode", args.max_new_tokens / 3
-        for new in (0, args.max_new_tokens // 2, args.max_new_tokens - 1):
-            original.decode_step(actor, cache.view(args.max_prompt_tokens + new + 1), slots, args.temperature, False)
+    def decode(self, decoder, episodes, cached, args):
+        """Prefills, makes decode steps at the start, in the middle and at the end of a wave, and makes up responses."""
+        self.phase = "prefill"
+        original.decode(decoder, episodes, cached, dataclasses.replace(args, max_new_tokens=0))
+        self.phase, self.times = "decode", args.max_new_tokens / 3  # the three are counted for all
+        for new in (1, args.max_new_tokens // 2, args.max_new_tokens):
+            decoder.step(min(original.round_up(args.max_prompt_tokens + new, 128), decoder.cache.size))
         self.phase, self.times = "rollout", 1
-        slots.alive.zero_()
-
-    def end_turn(self, slots, playing, tokenizer, args):
-        for i, episode in enumerate(playing.values(), start=1):
-            n = args.max_new_tokens * math.ceil(8 * i / len(playing)) // 8  # few lengths: few shapes for FakeTensor
-            episode.add_response([1] * n, [-1.0] * n)
-            episode.conversation += [("assistant", "0" * n)]
-            episode.stop = "eos"
+        for i, episode in enumerate(episodes, start=1):
+            n = args.max_new_tokens * math.ceil(8 * i / len(episodes)) // 8  # few lengths: few shapes for FakeTensor
+            episode.add([1] * n, [-1.0] * n)  # 1 is <eos>
             self.counts["rollout"]["tokens"] += len(episode.ids)
+
+
+def build_sampler(*args):
+    return original.build_model(*args, sampler=True)
+
+
+def load_weights(model, folder, needs_head=True):
+    for p in model.parameters():
+        torch.nn.init.normal_(p.to_local() if isinstance(p, DTensor) else p)
+
+
+def gather(out, value):
+    """all_gather_object of ranks that all hold what this one does."""
+    out[:] = [value] * len(out)
 
 
 class Clock(original.Clock):
@@ -240,25 +240,25 @@ def main() -> None:
         device="cpu" if REAL else "cuda", compile="off", log_dir=tempfile.mkdtemp()))  # fmt: skip
     args.env_kwargs = json.dumps({"digits": args.max_prompt_tokens - 1})  # and "=": a character is a token
     vars(ppo_llm).update(
-        HFTokenizer=lambda folder: original.HFTokenizer.from_texts(["0123456789="]),
-        load_weights=lambda m, *rest, **_: [torch.nn.init.normal_(ppo_llm.local_tensor(p)) for p in m.parameters()],
+        HFTokenizer=lambda folder: original.HFTokenizer.from_texts(["0123456789="]), load_weights=load_weights,
+        build_model=lambda *args, sampler=False: (build_sampler if sampler else original.build_model)(*args),
         evaluate=lambda *args: {"accuracy": 0.0, "greedy_accuracy": 0.0, "reward": 0.0},
-        save_hf_checkpoint=lambda *args: None, decode_step=lambda *args: None,
-        make_optimizer=device.make_optimizer, prefill=device.prefill, begin_turn=device.begin_turn,
-        end_turn=device.end_turn, Clock=lambda: Clock(device))  # fmt: skip
-    ppo_llm.Diagnosis.refuse_broken_ratio = lambda diagnosis: None  # its numbers are made up
+        # Its numbers are made up, but its forward pass counts.
+        diagnose_ratio=lambda *args: original.diagnose_ratio(*args) and (None, "", {}),
+        save_hf_checkpoint=lambda *args: None, decode=device.decode, Clock=lambda: Clock(device))  # fmt: skip
     _fsdp_param.free_storage = lambda x: device.resize(x, 0)
     _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = lambda x: device.resize(x, x.nbytes)
+    torch.distributed.broadcast_object_list = lambda values: None  # the run's name, which is the host's
     if not REAL:  # what a CUDA build would have, and ranks that all hold what this one does
         torch.nn.functional.scaled_dot_product_attention = attention
         FakeTensor.is_pinned, FakeTensor.pin_memory = lambda x: True, lambda x: x
         for name in "_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward":  # else they would be composed
             simulated_cuda.libraries["aten"].impl(name, lambda *args: None, "CUDA")
         FakeTensor.__format__ = lambda x, spec: format(x.item(), spec)
-        _fsdp_init._move_states_to_device = lambda *args: None  # `materialize` does it
+        _fsdp_init._move_states_to_device = lambda *args: None  # `build_model` does it
         torch.distributed.init_process_group("fake", rank=0, world_size=int(OPTIONS.ranks))
         ppo_llm.WORLD_SIZE = int(OPTIONS.ranks)
-        ppo_llm.World.gather = lambda world, value: [value] * world.size
+        torch.distributed.all_gather_object = gather
     with device:
         ppo_llm.train(args)
     if ppo_llm.RANK == 0:
@@ -266,7 +266,9 @@ def main() -> None:
 
 
 def report(device, args, config) -> None:
-    N, W = sum(p.numel() for p in ppo_llm.on_meta(config).parameters()), ppo_llm.WORLD_SIZE
+    with torch.device("meta"):
+        N = sum(p.numel() for p in ppo_llm.Transformer(config).parameters())
+    W = ppo_llm.WORLD_SIZE
     tokens = device.counts["rollout"]["tokens"]  # of this rank's samples
     passes = {"critic": 3 * args.critic_epochs, "actor": 3 * args.ppo_epochs}  # a backward pass costs two forward ones
     limits = [f"seconds of {limit}" for limit in ("arithmetic", "memory", "network")]

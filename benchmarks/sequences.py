@@ -49,9 +49,10 @@ def main():
     for argument in sys.argv[1:]:
         label, _, folder = argument.partition("=")
         rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-        for axis, name in zip(axes, ("reward", "accuracy"), strict=True):
+        for axis, name in zip(axes, ("reward", "accuracy")):
             seen = axis.get_legend_handles_labels()[1]
-            axis.plot([row["charts/episodes"] for row in rows], [row[f"objective/{name}"] for row in rows], linewidth=1,
+            samples = [256 * (row["iteration"] + 1) for row in rows]
+            axis.plot(samples, [row[f"objective/{name}"] for row in rows], linewidth=1,
                       color=f"C{labels.index(label)}", label=None if label in seen else label)  # fmt: skip
             axis.set(xlabel="samples", ylabel={"reward": "reward", "accuracy": "exact answers"}[name], ylim=(0, 1))
             axis.legend()

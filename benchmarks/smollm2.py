@@ -92,10 +92,11 @@ def check_folder(folder: Path) -> None:
     largest = float(logits.abs().max())
     check(f"logits differ by at most {difference:.1e}, the largest is {largest:.1f}", difference < 1e-3)
 
-    args = ppo_llm.Args(max_prompt_tokens=64, max_new_tokens=32)
-    batch = ppo_llm.rollout(actor, tokenizer, [common.Prompts([QUESTION])], [0], [0], -1, args, greedy=True)
-    answer, stop = batch.texts[0], batch.stop[0]
-    check(f"greedy answer to {QUESTION!r}: {answer!r}, {stop}", "Paris" in answer and stop == "eos")
+    args = ppo_llm.Args(max_prompt_tokens=64, max_new_tokens=32, temperature=0.0)
+    decoder = ppo_llm.Decoder(actor, 1, tokenizer.stop_ids, args)
+    (episode,) = ppo_llm.rollout(decoder, tokenizer, [common.Prompts([QUESTION])], [0], [0], -1, args)
+    _, answer = episode.conversation[-1]
+    check(f"greedy answer to {QUESTION!r}: {answer!r}, {episode.stop}", "Paris" in answer and episode.stop == "eos")
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def main():
         memory[side] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1e6
     weight = None  # random
     if real:
-        actor, _ = load_hf_checkpoint(sys.argv[2], device=DEVICE)
-        weight = actor.lm_head.weight.detach()
+        actor, _ = load_hf_checkpoint(sys.argv[2])
+        weight = actor.lm_head.weight.detach().to(DEVICE)
     data, times = inputs(*sizes, weight), {side: [] for side in sides}
     gradients = {}
     for repeat in range(6):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -43,4 +44,6 @@ def seeded():
 
 @pytest.fixture
 def ppo(request):
+    if not dist.is_initialized():  # as `connect` of the scripts does
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return importlib.import_module(request.param)

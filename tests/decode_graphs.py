@@ -1,120 +1,130 @@
 """Decode steps as CUDA graphs, on the simulated device: `python decode_graphs.py SCRIPT` prints {fault: what found it}.
 
 Without a fault rollouts by graphs must be those of the CPU, and the graphs must use no memory but that of weights,
-cache, slots and their own. Each of the faults must raise, or change the samples, or use other memory.
+cache, rows and their own. Each of the faults must raise, or change the samples, or use other memory.
 """
 
 import contextlib
 import importlib
 import json
+import math
 import sys
 from unittest import mock
 
 import simulated_cuda  # registers the device, before anything else imports torch
 import torch
-from test_rollout import ALPHABET, random_model, rows, run
+from test_rollout import ALPHABET, assert_same, make_envs, random_model
 
 ppo = importlib.import_module(sys.argv[1])
-step, view, round_up, decoders = ppo.decode_step, ppo.KVCache.view, ppo.round_up, []
-GRAPHS_OF_ALL = {}
+decode_step, round_up, decoders = ppo.decode_step, ppo.round_up, []
 # A graph for each 32 positions instead of 128, so that short texts need several.
-ppo.round_up = lambda n, unit=16: round_up(n, min(unit, 32))
+ppo.round_up = lambda n, unit: round_up(n, min(unit, 32))
 
 
 class Decoder(ppo.Decoder):
-    """Remembers which memory it may use."""
+    """Remembers which memory it may use, and counts its steps."""
 
-    def __init__(self, actor, cache, slots, args, greedy):
-        super().__init__(actor, cache, slots, args, greedy)
-        keys_and_values = [x for layer in cache.layers for x in layer]
-        self.memory = [*actor.parameters(), *actor.buffers(), *keys_and_values, cache.rows, *vars(slots).values()]
+    def __init__(self, sampler, B, stop_ids, args):
+        super().__init__(sampler, B, stop_ids, args)
+        own = [x for x in vars(self).values() if isinstance(x, torch.Tensor)]
+        cached = [x for layer in self.cache.layers for x in layer]
+        self.memory = [*sampler.parameters(), *sampler.buffers(), *cached, self.cache.rows, *own]
+        self.made = 0
         decoders.append(self)
 
-    def run(self, attend):
+    def step(self, attend):
         if attend > 200:
             raise RuntimeError("a turn does not end")
-        super().run(attend)
+        self.made += 1
+        super().step(attend)
 
 
-def waits(actor, cache, slots, *rest):
-    step(actor, cache, slots, *rest)
-    int(slots.alive.sum())
+def waits(sampler, rows, attend):
+    decode_step(sampler, rows, attend)
+    int(rows.alive.sum())
 
 
-def makes_anew(actor, cache, slots, *rest):
-    step(actor, cache, slots, *rest)
-    slots.alive = slots.alive.clone()
+def makes_anew(sampler, rows, attend):
+    decode_step(sampler, rows, attend)
+    rows.alive = rows.alive.clone()
 
 
-def uploads(actor, cache, slots, *rest):
-    slots.limit += torch.tensor([0]).to(slots.limit.device)
-    step(actor, cache, slots, *rest)
+def uploads(sampler, rows, attend):
+    rows.limit += torch.tensor([0]).to(rows.limit.device)
+    decode_step(sampler, rows, attend)
 
 
-def view_with_new_memory(cache, attend, rows=None):
-    new = view(cache, attend, rows)
-    new.rows = new.rows.clone()
-    return new
+class NewMemory(Decoder):
+    def step(self, attend):
+        self.cache.rows = self.cache.rows.clone()
+        super().step(attend)
 
 
-class SharedGraphs(Decoder):
-    """Graphs that outlive their rollout: that of the first temperature, and in its memory."""
+class NewTemperature(Decoder):
+    def begin(self, *args):
+        self.temperature = self.temperature.clone()
+        super().begin(*args)
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.graphs = GRAPHS_OF_ALL
+
+def replace(p):
+    p.data = p * 1.05
 
 
 FAULTS = {
     "none": {},
-    "the host waits": {"compiled_decode_step": lambda: waits},
-    "slots are made anew": {"compiled_decode_step": lambda: makes_anew},
-    "the host uploads": {"compiled_decode_step": lambda: uploads},
-    "memory that nobody keeps": {"KVCache.view": view_with_new_memory},
-    "graphs of another rollout": {"Decoder": SharedGraphs},
+    "the host waits": {"compiled": lambda function: waits},
+    "rows are made anew": {"compiled": lambda function: makes_anew},
+    "the host uploads": {"compiled": lambda function: uploads},
+    "memory that nobody keeps": {"Decoder": NewMemory},
+    "another temperature has other memory": {"Decoder": NewTemperature},
+    "weights are replaced": {"change": replace},
 }
 
 
-def rollouts(device: str, compile: str):
-    """By weights that change in between, sampled at two temperatures and greedily; of turns of 1 to 40 tokens."""
+@torch.no_grad()
+def rollouts(device, compile, change=lambda p: p.mul_(1.05)):
+    """By one decoder, sampled and greedily, of turns of 1 to 40 tokens; the weights change in between."""
     torch.manual_seed(0)
     tokenizer = ppo.HFTokenizer.from_texts([ALPHABET])
-    actor = random_model(ppo, tokenizer, num_hidden_layers=1).to(device)
-    for iteration, (temperature, greedy) in enumerate([(1.0, False), (0.7, False), (0.7, True)]):
-        settings = dict(max_prompt_tokens=8, max_new_tokens=40, temperature=temperature, compile=compile)
-        yield run(ppo, actor, tokenizer, "Endless", 4, None, iteration, greedy, rollout_slots=3, **settings)
-        with torch.no_grad():
-            for p in actor.parameters():
-                p.mul_(1.05)
+    sampler = random_model(ppo, tokenizer, num_hidden_layers=1).to(device)
+    args = ppo.Args(max_prompt_tokens=8, max_new_tokens=40, rollout_slots=3, device=device, compile=compile)
+    decoder = ppo.Decoder(sampler, 3, tokenizer.stop_ids, args)
+    for iteration, args.temperature in enumerate((1.0, 0.7, 0.0, 1.0)):
+        envs = make_envs("Endless", math.ceil(3 * ppo.ENVS_PER_ROW))
+        yield ppo.rollout(decoder, tokenizer, envs, range(4), range(4), iteration, args)
+        for p in sampler.parameters():
+            change(p)
 
 
-def differences(expected: list) -> str | None:
+def differences(expected: list, change) -> str | None:
     simulated_cuda.calls.clear()
-    steps = 0
-    for batch, other in zip(rollouts("cuda", "on"), expected, strict=True):
-        if rows(batch) != rows(other):
+    for episodes, other in zip(rollouts("cuda", "on", change), expected, strict=True):
+        try:
+            assert_same(episodes, other)
+        except AssertionError:
             return "other samples"
-        torch.testing.assert_close(batch.logprobs, other.logprobs, atol=1e-5, rtol=1e-5)
-        ranges = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in decoders[-1].memory]
-        for graph in decoders[-1].graphs.values():
-            if any(not any(start <= x < end for start, end in ranges) for x in graph.outside):
-                return "other memory"
-        assert len(decoders[-1].graphs) == 2  # of 32 positions, and of all
-        steps += batch.stats["rollout/decode_steps"]
-    assert simulated_cuda.calls["replay"] == steps - 2 * len(expected) > 20  # all steps but the first of each graph
+    [decoder] = decoders
+    ranges = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in decoder.memory]
+    for graph in decoder.graphs.values():
+        if any(not any(start <= x < end for start, end in ranges) for x in graph.outside):
+            return "other memory"
+    # Of 32 positions and of all, for every temperature; all steps but the first of each are replays.
+    assert len(decoder.graphs) == 2 and simulated_cuda.calls["replay"] == decoder.made - 2 > 100
 
 
 if __name__ == "__main__":
     expected, found = list(rollouts("cpu", "off")), {}
     for name, changes in FAULTS.items():
+        changes = {"Decoder": Decoder, "change": lambda p: p.mul_(1.05)} | changes
+        change = changes.pop("change")
         decoders.clear()
         torch._dynamo.reset()
+        ppo.compiled.cache_clear()
         with contextlib.ExitStack() as stack:
-            for attribute, new in ({"Decoder": Decoder} | changes).items():
-                owner = ppo.KVCache if "." in attribute else ppo
-                stack.enter_context(mock.patch.object(owner, attribute.split(".")[-1], new))
+            for attribute, new in changes.items():
+                stack.enter_context(mock.patch.object(ppo, attribute, new))
             try:
-                found[name] = differences(expected)
+                found[name] = differences(expected, change)
             except RuntimeError as error:
                 found[name] = str(error)
     print(json.dumps(found))

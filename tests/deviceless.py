@@ -63,12 +63,19 @@ config.compile_threads = 1  # other processes would not know the device
 config.use_static_triton_launcher = config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
 config.shape_padding = False  # it would be decided by benchmarks
 torch._dynamo.config.recompile_limit = 64  # as the scripts do
-launches = []  # a CachingAutotuner, that is a kernel in all its configurations, for each launch
+launches = []  # (CachingAutotuner, that is a kernel in all its configurations, bytes that it moves) of each launch
 aten, library = torch.ops.aten, simulated_cuda.libraries["aten"]
 
 
+def moved(kernel, args):
+    """Bytes that a kernel reads and writes. Every pass over a tensor counts, what it gathers does not."""
+    tensors = {name: x for name, x in zip(kernel.fn.arg_names, args) if isinstance(x, torch.Tensor)}
+    uses = re.findall(r"tl\.(?:load|store)\((\w+) \+ (.*?)(?:, |$)", kernel.fn.src, flags=re.M)
+    return sum(tensors[name].nbytes for name, index in uses if name in tensors and "tmp" not in index)
+
+
 def launch(self, *args, run=CachingAutotuner.run, **kwargs):
-    launches.append(self)
+    launches.append((self, 0 if INTERPRET else moved(self, args)))
     if not INTERPRET:
         return
     args = [simulated_cuda.moved(x, 1) if isinstance(x, torch.Tensor) and x.is_cuda else x for x in args]
@@ -100,7 +107,7 @@ def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, e
     """The kernels that CUDA chooses in bfloat16."""
     if mask is None:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal, scale=scale)[0]
-    mask = mask.expand(*q.shape[:3], k.shape[2])
+    mask = simulated_cuda.added(mask, q).expand(*q.shape[:3], k.shape[2])
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, False, dropout, is_causal, scale=scale)[0]
 
 
@@ -152,9 +159,10 @@ def main():
     out, function, arguments = sys.argv[1:]
     result = getattr(__import__("test_triton"), function)(*json.loads(arguments))
     counters = torch._dynamo.utils.counters
-    used = [] if INTERPRET else [usage(kernel) for kernel in launches]
-    seen = {"launches": len(launches), "graphs": counters["stats"]["unique_graphs"], "usage": used}
-    torch.save((result, seen | {"breaks": list(counters["graph_break"])}), out)
+    seen = {"launches": len(launches), "graphs": counters["stats"]["unique_graphs"]}
+    seen["usage"] = [] if INTERPRET else [usage(kernel) for kernel, _ in launches]
+    seen |= {"bytes": sum(size for _, size in launches), "breaks": list(counters["graph_break"])}
+    torch.save((result, seen), out)
 
 
 if __name__ == "__main__":

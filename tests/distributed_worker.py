@@ -1,16 +1,16 @@
-"""What test_distributed.py starts on every rank: `torchrun distributed_worker.py SCRIPT FOLDER`.
+"""What the tests start as processes of their own: `[torchrun] distributed_worker.py SCRIPT FOLDER`.
 
 FOLDER/plan.json lists [name, flags, fault]: runs in one process group, one after the other. Each rank leaves what it
-has seen in <name>.<rank>.json. `run` works in a single process, too, without torchrun.
+has seen in <name>.<rank>.json. `run` can also be called, for a run in the process of the tests.
 """
 
-import contextlib
 import functools
 import importlib
 import json
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -18,77 +18,73 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-RANK = int(os.environ.get("RANK", 0))
+
+def on_call(owner, name, number, action):
+    """Do `action(*arguments)` before call `number`, from 1, of owner.<name>."""
+    original, calls = getattr(owner, name), []
+
+    def wrapper(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == number:
+            action(*args)
+        return original(*args, **kwargs)
+
+    return mock.patch.object(owner, name, functools.wraps(original)(wrapper))
+
+
+def spoil(model, *_):
+    model.model.norm.weight.grad.to_local()[0] = torch.nan
 
 
 def run(ppo, folder, name, flags, fault=None):
-    """Train in folder/name. `fault`: {"nan": rank}: a gradient of its; {"signal": rank}: SIGTERM in its 2nd rollout."""
-    seen = {"models": {}, "steps": 0, "backwards": 0, "empty": 0, "rollouts": 0, "code": 0, "dtypes": set()}
-    fault = fault or {}
+    """Train in folder/name. `fault`: {"nan": rank} spoils a gradient; {"signal": rank} comes in the second iteration;
+    {"kill": [function, number]} is kill -9 before this call of the function."""
+    seen, fault = {"models": {}, "reduced": [], "episodes": [], "code": 0}, fault or {}
+    send = lambda signum: lambda *_: os.kill(os.getpid(), signum)
+    build_models, play, reduce = ppo.build_models, ppo.play, DefaultReduceScatter.__call__
 
-    def build_models(original, *args, **kwargs):
-        tokenizer, models = original(*args, **kwargs)
-        for key, model in zip(("actor", "critic", "reference", "sampler"), models, strict=True):
-            if model:
-                p = model.model.norm.weight
-                seen["models"][key] = [type(p).__name__, str(p.dtype)]
-        return tokenizer, models
+    def models_seen(*args):
+        tokenizer, *models = build_models(*args)
+        for key, model in zip(("actor", "critic", "reference", "sampler"), models):
+            p = model.model.norm.weight if model else None
+            seen["models"][key] = [type(p).__name__, str(getattr(p, "dtype", None))]
+        return tokenizer, *models
 
-    def clip_grad_norm(original, parameters, *args, **kwargs):
-        parameters = list(parameters)
-        seen["steps"] += 1
-        seen["dtypes"].update(f"gradient {p.grad.dtype}" for p in parameters)
-        if fault.get("nan") == RANK and seen["steps"] == 2:
-            gradient = parameters[5].grad
-            getattr(gradient, "to_local", lambda: gradient)().view(-1)[0] = torch.nan
-        return original(parameters, *args, **kwargs)
+    def episodes_seen(*args):
+        episodes = play(*args)
+        seen["episodes"] += [[e.seed, e.ids, e.mask, e.stop] for e in episodes]
+        return episodes
 
-    def rollout(original, actor, tokenizer, envs, seeds, sample_ids, iteration, args, greedy=False):
-        seen["rollouts"] += iteration >= 0  # not those of evaluations
-        if fault.get("signal") == RANK and iteration == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(actor, tokenizer, envs, seeds, sample_ids, iteration, args, greedy)
+    def reduction_seen(*args, **kwargs):
+        seen["reduced"] = sorted({*seen["reduced"], str(kwargs["input_tensor"].dtype)})
+        return reduce(*args, **kwargs)
 
-    def backward(original, *args, **kwargs):
-        seen["backwards"] += 1
-        return original(*args, **kwargs)
-
-    def microbatches(original, *args):
-        parts = original(*args)
-        seen["empty"] += sum(len(part) == 0 for part in parts)
-        return parts
-
-    def reduce_scatter(original, *args, **kwargs):
-        seen["dtypes"].update(f"reduced {x.dtype}" for x in kwargs.values() if isinstance(x, torch.Tensor))
-        return original(*args, **kwargs)
-
-    with contextlib.ExitStack() as stack:
-        for owner, attribute, wrapper in [
-            (ppo, "build_models", build_models), (ppo, "rollout", rollout), (ppo, "microbatches", microbatches),
-            (torch.Tensor, "backward", backward), (torch.nn.utils, "clip_grad_norm_", clip_grad_norm),
-            (DefaultReduceScatter, "__call__", reduce_scatter),
-        ]:  # fmt: skip
-            original = getattr(owner, attribute)
-            wrapped = lambda *args, original=original, wrapper=wrapper, **kwargs: wrapper(original, *args, **kwargs)
-            stack.enter_context(mock.patch.object(owner, attribute, functools.wraps(original)(wrapped)))
-        stack.enter_context(mock.patch.multiple(ppo, SummaryWriter=mock.DEFAULT, SFT_BATCH_SIZE=16))
+    patches = [
+        mock.patch.multiple(ppo, SummaryWriter=mock.DEFAULT, SFT_BATCH_SIZE=16),
+        mock.patch.multiple(ppo, build_models=models_seen, play=episodes_seen),
+        mock.patch.object(DefaultReduceScatter, "__call__", reduction_seen),
         # With AdamW's 1e-8, a gradient that is zero but for rounding becomes a first step of up to the learning rate.
-        stack.enter_context(mock.patch.object(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, eps=1e-6)))
+        mock.patch.object(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, eps=1e-6)),
+    ]
+    if fault.get("nan") == ppo.RANK:
+        patches.append(on_call(ppo, "optimizer_step", 1, spoil))
+    if fault.get("signal") == ppo.RANK:
+        patches.append(on_call(ppo, "make_experience", 2, send(signal.SIGTERM)))
+    if "kill" in fault:
+        patches.append(on_call(ppo, *fault["kill"], send(signal.SIGKILL)))
+    with ExitStack() as stack:
+        [stack.enter_context(patch) for patch in patches]
         try:
             ppo.train(ppo.Args(**(dict(log_dir=str(folder), run_name=name) | flags)))
         except SystemExit as end:
             seen["code"] = end.code
-    return seen | {"dtypes": sorted(seen["dtypes"])}
+    return seen
 
 
-def main():
+if __name__ == "__main__":
     script, folder = Path(sys.argv[1]), Path(sys.argv[2])
     sys.path.insert(0, str(script.parent))
     ppo = importlib.import_module(script.stem)
     for name, flags, fault in json.loads((folder / "plan.json").read_text()):
-        (folder / f"{name}.{RANK}.json").write_text(json.dumps(run(ppo, folder, name, flags, fault)))
+        (folder / f"{name}.{ppo.RANK}.json").write_text(json.dumps(run(ppo, folder, name, flags, fault)))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -45,24 +45,19 @@ class Endless(TextEnv):
         return self.feedback, 0.5, False, False, {}
 
 
-class Dense(TextEnv):  # two turns, in each half a point, and n for the n-th character
+class Dense(TextEnv):
+    """Two turns, in each half a point, and n for the n-th character. Every third seed is truncated after the first."""
+
     def turn(self, response):
         rewards = [(n, n) for n in range(1, len(response) + 1)]
-        return "c", 0.5, len(self.seen) == 2, False, {"rewards": rewards}
-
-
-class Truncates(TextEnv):
-    turn = lambda self, response: ("", 1.0, False, True, {})
+        truncated = len(self.seen) == 1 and self.seed % 3 == 2
+        return "c", 0.5, len(self.seen) == 2, truncated, {"rewards": rewards}
 
 
 class Lengths(TextEnv):
     """Prompts of 1, 2, 40, 3, 25 and 9 tokens."""
 
     prompts = tuple("abcdef="[-n:] if n < 7 else ("abcdef" * n)[: n - 1] + "=" for n in (1, 2, 40, 3, 25, 9))
-
-
-class OneToken(TextEnv):
-    prompts = ("a",)
 
 
 class Reward(TextEnv):
@@ -92,7 +87,7 @@ class WrongSignature(TextEnv):
     step = lambda self, response, extra: self.turn(response)
 
 
-for cls in TwoTurns, Endless, Dense, Truncates, Lengths, OneToken, Raises, Hangs, FourValues, WrongSignature:
+for cls in TwoTurns, Endless, Dense, Lengths, Raises, Hangs, FourValues, WrongSignature:
     gym.register(f"{cls.__name__}-v0", entry_point=cls)
 gym.register("Plain-v0", entry_point=TextEnv)
 gym.register("Constant-v0", entry_point=Reward)

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from functools import partial, partialmethod
+from functools import partial, partialmethod, wraps
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -200,13 +200,20 @@ def collective(op, *args):
     return out
 
 
+def added(mask, q):
+    """A mask as what is added to the scores; PyTorch does this before it calls a kernel."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.scalar_tensor(-torch.inf, dtype=q.dtype, device=q.device))
+
+
 def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     if not q.dtype == k.dtype == v.dtype or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
         raise RuntimeError(f"attention of {q.dtype}, {k.dtype}, {v.dtype}, mask {mask if mask is None else mask.dtype}")
     if enable_gqa and (mask is not None or q.dtype == torch.float32):
         raise RuntimeError("attention with shared key heads would hold all scores [B, H, T, T]")
     math = partial(torch.ops.aten._scaled_dot_product_attention_math, scale=scale, enable_gqa=enable_gqa)
-    return math(q, k, v, mask, dropout, is_causal, None)[0]
+    return math(q, k, v, added(mask, q), dropout, is_causal, None)[0]
 
 
 nothing = "_lazy_init set_device synchronize manual_seed_all get_rng_state set_rng_state reset_peak_memory_stats"
@@ -238,9 +245,13 @@ for name in ("allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_
     libraries["c10d"].impl(name, partial(collective, getattr(torch.ops.c10d, name).default), "CUDA")
 
 
-def counted(function, *args, **kwargs):
-    calls[function.__name__] += 1
-    return function(*args, **kwargs)
+def counted(function):
+    @wraps(function)
+    def counting(*args, **kwargs):
+        calls[function.__qualname__] += 1
+        return function(*args, **kwargs)
+
+    return counting
 
 
 def main():
@@ -250,10 +261,10 @@ def main():
     script, reports = importlib.import_module(Path(path).stem), []
     if "RANK" in os.environ:  # several ranks would not find each other again in the next run
         dist.destroy_process_group = lambda: None
-    if hasattr(script, "compiled_decode_step"):
-        script.compiled_decode_step()  # before decode_step is replaced: what is compiled is not counted
-    for name in {"decode_step", "optimizer_step"} & vars(script).keys():
-        setattr(script, name, partial(counted, getattr(script, name)))
+    for owner, name in ("Decoder", "step"), (None, "optimizer_step"), (None, "forward_all"):
+        owner = getattr(script, owner, None) if owner else script
+        if hasattr(owner, name):
+            setattr(owner, name, counted(getattr(owner, name)))
     for flags in runs:
         sys.argv = [script.__file__, *json.loads(flags)]
         script.main()

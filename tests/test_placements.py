@@ -1,253 +1,133 @@
-"""The patches critic_ranks and rollout_ranks: ranks that hold only the critic, and ranks that only sample.
+"""The patches that put models on other ranks, or on the host: what moves, and that the numbers stay the same."""
+# ruff: noqa: F811
 
-What a run on such ranks computes is compared with one process that does the same, one thing after the other.
-"""
-
-import contextlib
+import dataclasses
+import functools
 import importlib.util
 import json
-import os
-import re
-import signal
 import sys
-import time
-from pathlib import Path
-from unittest import mock
 
-import distributed_worker
 import pytest
 import torch
-from test_checkpoints import assert_same, newest, on_call, train
-from test_cuda import FLOAT, on_the_cpu, simulate, simulated
-from test_diagnosis import HEALTHY
-from test_distributed import RUN, finish, flags_of, launch, same_run, saw, start, torchrun  # noqa: F401
-from test_forks import patched_script
-from test_train import assert_same_metrics, lines, record, without_clock
+from conftest import ROOT
+from test_distributed import ONE, RUN, finish, flags_of, launch, same_run, saw, start  # noqa: F401
+from test_forks import patched_script, recorded
+from test_train import assert_same_metrics, lines
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-CRITIC = RUN | dict(critic_ranks=1, critic_epochs=2)
-AHEAD = RUN | dict(rollout_ranks=1, num_iterations=3, keep_checkpoints=3, actor_lr=1e-2)
-OLD = AHEAD | dict(recompute_old_logprobs=False, save_every=0)
-FLAGS = ("critic_ranks", "rollout_ranks")
+import ppo_llm
+
+CRITIC = RUN | dict(kl_loss=None)  # the KL is in the rewards, which the ranks of the critic need, too
+AHEAD = CRITIC | dict(eval_every=0, save_every=0, actor_lr=1e-2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def patched(tmp_path_factory):
-    """patched(flag): the script with the patch of that name, as a module of that name."""
+    """patched(patch): the script with the patch, as a module."""
 
-    def get(flag):
-        if flag not in sys.modules:
-            spec = importlib.util.spec_from_file_location(flag, patched_script(flag, tmp_path_factory.mktemp(flag)))
-            sys.modules[flag] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[flag])
-        return sys.modules[flag]
+    @functools.cache
+    def get(patch):
+        spec = importlib.util.spec_from_file_location(patch, patched_script(patch, tmp_path_factory.mktemp(patch)))
+        sys.modules[patch] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[patch])
+        return sys.modules[patch]
 
     return get
 
 
-@pytest.fixture
-def critic(patched):
-    return patched("critic_ranks")
+def placed(folder, name, ranks):
+    """Names of the models on each rank."""
+    of_ranks = [seen["models"].items() for seen in saw(folder, name, ranks)]
+    return [" ".join(name for name, (kind, _) in models if kind != "NoneType") for models in of_ranks]
 
 
-@pytest.fixture
-def ahead(patched):
-    return patched("rollout_ranks")
+def sample_late(monkeypatch):
+    """In ppo_llm the sampler now gets weights one iteration late, and the loss is weighed for that."""
+    copy_weights, make_experience, built, handed = ppo_llm.copy_weights, ppo_llm.make_experience, [], []
+
+    def copy(source, target):
+        if not built or target is not built[0][1][-1]:  # the sampler
+            return copy_weights(source, target)
+        handed.append([p.detach().clone() for p in source.parameters()])
+        for p, older in zip(target.parameters(), handed[-2:][0]):
+            p.data.copy_(older)
+
+    def weighed(*args):
+        e = make_experience(*args)
+        weights = (e.old_logprobs - e.logprobs).exp()
+        assert len(handed) != 2 or weights.max() > 2  # the weights matter, and so does their limit
+        return dataclasses.replace(e, advantages=e.advantages * weights.clamp(max=2))
+
+    build = recorded(ppo_llm.build_models, built)
+    for name, changed in dict(build_models=build, copy_weights=copy, make_experience=weighed).items():
+        monkeypatch.setattr(ppo_llm, name, changed)
 
 
-@contextlib.contextmanager
-def in_turn(ppo):
-    """With rollout_ranks=1, one process samples iteration i + 1 after update i, with the weights from before it.
-
-    It is rank 0 of two, which trains, and plays what the second would.
-    """
-    connect = ppo.connect
-
-    def connect_alone(args):
-        with mock.patch.object(ppo, "WORLD_SIZE", 1):
-            return connect(args)
-
-    alone = dict(WORLD_SIZE=2, connect=connect_alone, split=lambda world, args: world)
-    with mock.patch.multiple(ppo, **alone), mock.patch.object(ppo.dist, "broadcast"):
-        yield
-
-
-@pytest.fixture
-def alone(critic, launch):  # noqa: F811
-    return launch(critic, 1, ("run", CRITIC | dict(critic_ranks=0), None)) / "run"
-
-
-@pytest.fixture
-def one(ahead, launch):  # noqa: F811
-    with in_turn(ahead):
-        return launch(ahead, 1, ("run", AHEAD, None), ("old", OLD, None))
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_without_the_flag_nothing_changes_and_out_of_range_it_is_an_error(patched, flag, tmp_path):
-    ppo, plain = patched(flag), importlib.import_module("ppo_llm")
-    runs = [lines(train(script, tmp_path / script.__name__, kl_coef=0.1)) for script in (ppo, plain)]
-    ours = [{name: x for name, x in row.items() if not name.endswith("_age")} for row in without_clock(runs[0])]
-    assert ours == without_clock(runs[1])
-    name = f"--{flag.replace('_', '-')}"
-    for value, message in ((1, "must leave at least one of 1 ranks"), (-1, "must be at least 0")):
-        with pytest.raises(ppo.UserError, match=f"{name} {value}: {message}"):
-            ppo.validate(ppo.Args(**{flag: value}))
-
-
-# === Critic ranks ===
-
-
-def test_actor_and_critic_on_ranks_of_their_own_give_the_numbers_of_one_process(critic, alone, launch):  # noqa: F811
-    folder = launch(critic, 2, ("apart", CRITIC, None))
-    same_run(folder / "apart", alone)
-    sharded, sampler = ["DTensor", "torch.float32"], {"sampler": ["Parameter", "torch.float32"]}
-    actors, critics = {"actor": sharded, "reference": sharded} | sampler, {"critic": sharded} | sampler
-    assert [seen["models"] for seen in saw(folder, "apart")] == [actors, critics]
-    assert {path.name for path in newest(folder / "apart").glob("*/")} >= {"actor", "critic", "reference"}
+@pytest.mark.parametrize("patch", ["cpu_adam", "critic_ranks", "rollout_ranks", "tensor_parallel_sampler"])
+def test_one_rank_of_a_cpu_has_the_numbers_of_the_script(patch, patched, launch):
+    ours, plain = (launch(ppo, 1, ("run", CRITIC, None)) for ppo in (patched(patch), ppo_llm))
+    same_run(ours / "run", plain / "run")
 
 
 @pytest.mark.slow
-def test_two_critic_ranks_stop_at_a_signal_and_resume_on_any_ranks(critic, alone, launch, tmp_path):  # noqa: F811
-    flags = CRITIC | dict(critic_ranks=2, activation_checkpointing=True)
-    stopped = flags | dict(save_every=9, num_iterations=3)
-    folder = launch(critic, 4, ("apart", flags, None), ("stopped", stopped, {"signal": 3}))
-    same_run(folder / "apart", alone)
-    middle = str(folder / "apart" / "checkpoints" / "iter_000001")
-    distributed_worker.run(critic, tmp_path, "run", CRITIC | dict(critic_ranks=0, resume=middle))
-    same_run(tmp_path / "run", alone, after=1)
-    assert saw(folder, "stopped")[0]["code"] == 143 and len(lines(folder / "stopped")) == 2
-    assert newest(folder / "stopped").name == "iter_000002"
-
-
-# === Rollout ranks ===
-
-
-def test_samples_are_one_iteration_old_and_weights_correct_for_it(ahead, tmp_path):
-    with in_turn(ahead):
-        run = record(ahead, tmp_path, num_iterations=4, rollout_ranks=1, actor_lr=0.05)
-    actor, sampler = ([weights[name] for weights in run.weights] for name in ("actor", "sampler"))
-    assert torch.equal(sampler[0], actor[0])
-    for i in (1, 2, 3):  # recorded when rollout i is sampled: here after update i - 1
-        assert torch.equal(sampler[i], actor[i - 1]) and not torch.equal(sampler[i], actor[i])
-    rows = lines(run.folder)
-    assert [(row["ratio/sampler_age"], row["ratio/old_age"]) for row in rows] == [(0, 0), (1, 0), (1, 0), (1, 0)]
-    assert max(row["ratio/first_dev"] for row in rows) < 1e-5  # the old policy is the one that is updated
-    largest = []
-    for row, experience in list(zip(rows, run.experiences, strict=True))[1:]:
-        weights = (experience.old_logprobs - experience.logprobs)[experience.mask].exp()
-        seen = [row[f"rollout/is_{name}"] for name in ("weight_mean", "weight_max", "capped")]
-        expected = [float(weights.mean()), float(weights.max()), float((weights > 2).float().mean())]
-        assert seen == pytest.approx(expected, rel=1e-5)
-        assert row.get("ratio/diagnosis") not in ("sampler_mismatch", "forward_mismatch")
-        largest.append(expected[1])
-    assert min(largest[:2]) > 2  # weights are truncated; no longer in the last iteration, if the task is solved by then
-
-
-def test_only_without_an_age_it_is_a_mismatch(ahead):
-    healthy = HEALTHY | dict(sampler_age=0, old_age=0, last_dev=0.9, post_dev=0.9)
-    for off, age, cause in (({"sampler_diff": 0.5}, "sampler_age", "sampler_mismatch"),
-                            ({"first_dev": 0.1}, "old_age", "forward_mismatch")):  # fmt: skip
-        assert [ahead.diagnose_ratio(healthy | off | {age: n})[0] for n in (0, 1)] == [cause, None]
-
-
-def test_experience_collected_ahead_belongs_to_the_checkpoint(ahead, tmp_path):
-    flags = dict(num_iterations=4, rollout_ranks=1, kl_coef=0.1)
-    power_cut = mock.Mock(side_effect=RuntimeError("power cut"))
-    with in_turn(ahead):
-        with on_call(ahead, "compute_gae", 3, power_cut), pytest.raises(RuntimeError, match="power cut"):
-            train(ahead, tmp_path, **flags)
-        assert (newest(tmp_path / "run") / "ahead.pt").exists()
-        run = train(ahead, tmp_path, resume="auto", **flags)
-        assert_same(train(ahead, tmp_path / "whole", **flags), run)
-    assert not (newest(run) / "ahead.pt").exists()  # used up
-    middle = dict(resume=str(run / "checkpoints" / "iter_000003"), kl_coef=0.1, num_iterations=4)
-    [row] = lines(train(ahead, tmp_path / "other", **middle))  # samples again, with the weights that train
-    assert row["ratio/sampler_age"] == 0 and row["debug/sampler_trainer_logprob_diff"] < 1e-5
-    with in_turn(ahead):  # of as many samples as an iteration has now
-        [row] = lines(train(ahead, tmp_path / "more", rollout_ranks=1, n_samples_per_prompt=2, **middle))
-    assert row["ratio/sampler_age"] == 0 and row["charts/episodes"] == 4 * 16
-
-
-def test_a_rollout_rank_gives_the_numbers_of_one_process(ahead, one, launch):  # noqa: F811
-    folder = launch(ahead, 2, ("run", AHEAD, None))
-    same_run(folder / "run", one / "run")
-    assert [row["rollout/is_weight_max"] > 1.001 for row in lines(folder / "run")] == [False, True, True]  # older
-    trainer, player = saw(folder, "run")
-    assert len(trainer["models"]) == 4 and player["models"] == {"sampler": ["Parameter", "torch.float32"]}
-    assert (trainer["rollouts"], player["rollouts"], player["backwards"]) == (0, 3, 0) and trainer["backwards"] > 0
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_actor_and_critic_apart_have_the_numbers_of_one_process(ranks, patched, launch):
+    alone = launch(ppo_llm, 1, ("run", CRITIC, None)) / "run"
+    run = CRITIC | dict(critic_ranks=ranks // 2)
+    resumed = run | dict(resume="run/checkpoints/iter_000002")
+    folder = launch(patched("critic_ranks"), ranks, ("run", run, None), ("resumed", resumed, None))
+    same_run(folder / "run", alone)
+    same_run(folder / "resumed", alone, after=2)
+    assert placed(folder, "run", ranks)[:: ranks - 1] == ["actor reference sampler", "critic sampler"]
 
 
 @pytest.mark.slow
-def test_rollout_ranks_resume_stop_at_a_signal_and_may_be_fewer_than_trainers(ahead, one, launch):  # noqa: F811
-    middle, stopped = str(one / "run" / "checkpoints" / "iter_000001"), dict(run_name="stopped", save_every=9)
-    two = launch(
-        ahead, 2, ("old", OLD, None), ("resumed", AHEAD | dict(resume=middle), None),
-        ("stopped", AHEAD | stopped, {"signal": 1}), ("continued", AHEAD | stopped | dict(resume="auto"), None))
-    three = launch(ahead, 3, ("two and one", AHEAD, None), ("one and two", AHEAD | dict(rollout_ranks=2), None))
-    for run in (three / "two and one", three / "one and two", two / "stopped"):
-        same_run(run, one / "run")
-    same_run(two / "resumed", one / "run", after=1)
-    same_run(two / "old", one / "old")
-    assert [row["ratio/old_age"] for row in lines(two / "old")] == [0, 1, 1]
-    assert max(row["ratio/first_dev"] for row in lines(two / "old")) > 1e-3  # on purpose
-    assert {row.get("ratio/diagnosis") for row in lines(two / "old")} <= {None, "too_tight_clip"}
-    assert [seen["code"] for name in ("stopped", "continued") for seen in saw(two, name)] == [143, 143, 0, 0]
+@pytest.mark.parametrize(("ranks", "players"), [(2, 1), (3, 1), (3, 2)])
+def test_rollout_ranks_sample_one_iteration_ahead(ranks, players, patched, launch, monkeypatch):
+    flags = AHEAD | dict(rollout_ranks=players)
+    saved = flags | dict(num_iterations=4, save_every=2)
+    folder = launch(
+        patched("rollout_ranks"), ranks, ("run", flags, None), ("saved", saved, None),
+        ("resumed", saved | dict(resume="saved/checkpoints/iter_000002"), None),
+        ("stopped", saved | dict(save_every=9), {"signal": 0}))  # fmt: skip
+    sample_late(monkeypatch)
+    assert_same_metrics(lines(folder / "run"), lines(launch(ppo_llm, 1, ("late", AHEAD, None)) / "late"))
+    same_run(folder / "resumed", folder / "saved", after=2)
+    assert [seen["code"] for seen in saw(folder, "stopped", ranks)] == [143] * ranks
+    assert [path.name for path in (folder / "stopped" / "checkpoints").iterdir()] == ["iter_000003"]
+    assert placed(folder, "run", ranks)[-2:] == ["actor critic reference" if players == 1 else "sampler", "sampler"]
+
+
+NOTED = """
+def in_threads(method, turns, original=in_threads):
+    Path(f"rank {RANK} asks").touch()
+    original(method, turns)
+def split_heads_and_neurons(sampler, mesh, original=split_heads_and_neurons):
+    original(sampler, mesh)
+    Path(f"shape {RANK}").write_text(json.dumps(sampler.model.layers[1].mlp.up_proj.weight.to_local().shape))
+"""
 
 
 @pytest.mark.slow
-def test_an_error_of_a_rollout_rank_ends_all(ahead, tmp_path):
-    """The 15th prompt belongs to the second iteration, which is sampled while the first makes its updates."""
-    seed = ahead.first_prompt(ahead.Args()) + 14
-    faulty = dict(env_id="environments:Constant-v0", env_kwargs=json.dumps({"reward": "?", "first": seed}))
-    flags = flags_of(rollout_ranks=1, **faulty)
-    code, output = finish(start(torchrun(2, ahead.__file__, *flags), tmp_path), timeout=60)
-    assert code != 0 and output.count(f"error: environment Constant-v0, sample 6, seed {seed}") == 1, output
-    assert lines(tmp_path / "run") == []
-
-
-# === Both ===
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("flag", "rank"), [("critic_ranks", 1), ("rollout_ranks", 0), ("rollout_ranks", 1)])
-def test_torchrun_restarts_a_job_whose_rank_was_killed(patched, flag, rank, tmp_path):
-    """The metrics are, to the last bit, those of a job that nobody kills."""
-    script, flags = patched(flag).__file__, {flag: 1, "num_iterations": 8, "save_every": 2, "kl_coef": 0.1}
-    code, output = finish(start(torchrun(2, script, *flags_of(**flags, run_name="whole")), tmp_path), timeout=120)
-    assert code == 0, output
-    command = torchrun(2, script, *flags_of(**flags, resume="auto"), restarts=1)
-    process, run = start(command, tmp_path), tmp_path / "run"
-    while not (run / "checkpoints" / "iter_000002").exists() or (run / "metrics.jsonl").read_text().count("\n") < 3:
-        assert process.poll() is None, finish(process, 1)
-        time.sleep(0.02)
-    children = " ".join(file.read_text() for file in Path(f"/proc/{process.pid}/task").glob("*/children"))
-    me = f"\0RANK={rank}\0".encode()
-    [killed] = [int(pid) for pid in children.split() if me in Path(f"/proc/{pid}/environ").read_bytes()]
-    os.kill(killed, signal.SIGKILL)
-    code, output = finish(process, timeout=120)
-    assert code == 0 and re.search(r"resuming from \S*iter_0000\d\d", output), output
-    assert without_clock(lines(run)) == without_clock(lines(tmp_path / "whole")) and len(lines(run)) == 8
+def test_two_ranks_share_a_sampler(patched, launch):
+    ppo = patched("tensor_parallel_sampler")
+    with open(ppo.__file__, "a") as file:
+        file.write(NOTED)
+    folder = launch(ppo, 2, ("run", CRITIC | dict(sampler_ranks=2), None))
+    alone = launch(ppo_llm, 1, ("run", CRITIC, None))
+    same_run(folder / "run", alone / "run")
+    assert saw(folder, "run")[1]["episodes"] == saw(alone, "run", 1)[0]["episodes"]
+    assert [file.name for file in folder.glob("rank*")] == ["rank 0 asks"]  # one asks for both
+    assert [json.loads((folder / f"shape {rank}").read_text()) for rank in (0, 1)] == [[128 / 2, 64]] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", FLAGS)
-def test_in_bfloat16_two_ranks_give_the_numbers_of_one(patched, flag, tmp_path):
-    script, flags = patched(flag).__file__, dict(dtype="bfloat16", num_iterations=1, kl_coef=0.1, rollout_is_cap=2)
-    alone = [sys.executable, script, *flags_of(**flags, run_name="one")]
-    for command in (alone, torchrun(2, script, *flags_of(**flags | {flag: 1}))):
-        code, output = finish(start(command, tmp_path), timeout=120)
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="is for the CPU build of PyTorch, and needs g++")
+def test_cpu_adam_updates_on_the_host_of_a_simulated_gpu(patched, tmp_path):
+    for ppo, on_device in ((ppo_llm, True), (patched("cpu_adam"), False)):
+        flags = flags_of(**ONE | dict(device="cuda", dtype="float32", compile="off", run_name=ppo.__name__))
+        command = [sys.executable, "-W", "ignore", ROOT / "tests/simulated_cuda.py", "report", ppo.__file__]
+        code, output = finish(start([*map(str, command), json.dumps(flags)], tmp_path), timeout=240)
         assert code == 0, output
-    assert_same_metrics(lines(tmp_path / "run"), lines(tmp_path / "one"))
-
-
-@simulated
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", FLAGS)
-def test_two_ranks_on_a_simulated_device(patched, flag, tmp_path):
-    run = FLOAT | {flag: 1, "rollout_is_cap": 1e9}  # the samples of the first iteration are not old
-    simulate(patched(flag), tmp_path, [run | dict(save_every=1), run | dict(run_name="two", num_iterations=2)], ranks=2)
-    on_the_cpu(patched(flag), tmp_path)
-    assert_same_metrics(lines(tmp_path / "float"), lines(tmp_path / "cpu"), 1e-4)
-    ages = [row.get("ratio/sampler_age") for row in lines(tmp_path / "two")]
-    assert ages == ([0, 1] if flag == "rollout_ranks" else [None, None])
+        [report] = json.loads((tmp_path / "report.0.json").read_text())  # of calls on the device
+        assert ("aten::_fused_adamw_" in report["calls"]) == on_device
+    same_run(tmp_path / "cpu_adam", tmp_path / "ppo_llm")

@@ -1,26 +1,25 @@
-"""The rollout: layout, log-probs, turns, independence of the batch, sampling noise, odd inputs, failures."""
+"""The rollout: layout, log-probs, turns, independence of the batch, sampling noise, rewards, ends of a response."""
 
-import functools
 import json
 import math
-import shutil
+import types
 
 import environments
-import gymnasium as gym
 import pytest
 import torch
+from transformers import AutoConfig
 
 ALPHABET = "abcdefwxy="
 
 
 def make_envs(name, count, **kwargs):
-    return [gym.make(f"{name}-v0", disable_env_checker=True, **kwargs) for _ in range(count)]
+    return [getattr(environments, name)(**kwargs) for _ in range(count)]
 
 
-def make_model(ppo, vocab_size, **changes):
+def make_model(ppo, vocab_size, model_type="llama", **changes):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    raw = {"model_type": "llama", "vocab_size": vocab_size, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, **shape}
-    return ppo.Transformer(ppo.ModelConfig.from_hf(raw | changes))
+    shape |= {"vocab_size": vocab_size, "num_key_value_heads": 2, "rms_norm_eps": 1e-6} | changes
+    return ppo.Transformer(ppo.check_config(AutoConfig.for_model(model_type, **shape)))
 
 
 def random_model(ppo, tokenizer, **changes):
@@ -35,7 +34,8 @@ def random_model(ppo, tokenizer, **changes):
 @torch.no_grad()
 def bigram_model(ppo, logits):
     """A model with logits[i] [V, V] after token i: one-hot embeddings, residual branches of zeros."""
-    model = make_model(ppo, len(logits), hidden_size=len(logits), head_dim=4, num_hidden_layers=1)
+    one_head = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4}
+    model = make_model(ppo, len(logits), hidden_size=len(logits), **one_head)
     for p in model.model.layers.parameters():
         p.zero_()
     model.model.embed_tokens.weight.copy_(torch.eye(len(logits)))
@@ -43,29 +43,35 @@ def bigram_model(ppo, logits):
     return model
 
 
-def scripted_model(ppo, tokenizer, script, default="<eos>", vocab_size=None):
-    """Says script[token] after each token: {"a": "b"} says b after a."""
-    token_id = tokenizer.hf.convert_tokens_to_ids
-    logits = torch.zeros(2 * [vocab_size or tokenizer.vocab_size])
-    logits[:, default if isinstance(default, int) else token_id(default)] = 100.0
+def scripted_model(ppo, tokenizer, script):
+    """Says script[token] after each token, else <eos>: {"a": "b"} says b after a."""
+    token_id, logits = tokenizer.hf.convert_tokens_to_ids, torch.zeros(2 * [tokenizer.vocab_size])
+    logits[:, token_id("<eos>")] = 100.0
     for token, following in script.items():
         logits[token_id(token)] = 0.0
         logits[token_id(token), token_id(following)] = 100.0
     return bigram_model(ppo, logits)
 
 
-def run(ppo, actor, tokenizer, env="Plain", samples=6, ids=None, iteration=0, greedy=False, **changes):
-    """Rollout in `env`, a name or a list of environments, of seeds and sample ids 0, 1, ... or `ids` [(seed, id)]."""
+def run(ppo, actor, tokenizer, env="TextEnv", samples=6, ids=None, iteration=0, steps=1, **changes):
+    """Episodes in `env`, a name or a list of environments, of seeds and sample ids 0, 1, ... or `ids` [(seed, id)]."""
     seeds, sample_ids = zip(*(ids or [(i, i) for i in range(samples)]), strict=True)
     args = ppo.Args(**({"max_prompt_tokens": 40, "max_new_tokens": 12, "rollout_slots": 16} | changes))
-    envs = make_envs(env, 16) if isinstance(env, str) else env
-    return ppo.rollout(actor, tokenizer, envs, seeds, sample_ids, iteration, args, greedy)
+    envs = make_envs(env, math.ceil(ppo.ENVS_PER_ROW * args.rollout_slots)) if isinstance(env, str) else env
+    decoder = ppo.Decoder(actor, min(args.rollout_slots, len(envs)), tokenizer.stop_ids, args)
+    decoder.steps = steps  # between two looks at the tokens: 8 on a GPU
+    return ppo.rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args)
 
 
-def rows(batch):
-    """What each sample is, without its padding."""
-    tensors = (batch.tokens, batch.mask, batch.rewards)
-    return [(*(x[i, :n].tolist() for x in tensors), batch.stop[i], batch.texts[i]) for i, n in enumerate(batch.lengths)]
+# What an episode is, without the log-probs; and its text, without the prompt.
+rows = lambda episodes: [(e.ids, e.mask, e.rewards, e.stop, e.success, e.conversation) for e in episodes]
+text = lambda episode: "".join(text for _, text in episode.conversation[1:])
+
+
+def assert_same(episodes, expected):
+    assert rows(episodes) == rows(expected)
+    for episode, other in zip(episodes, expected, strict=True):
+        assert episode.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 @pytest.fixture
@@ -73,228 +79,151 @@ def tokenizer(ppo):
     return ppo.HFTokenizer.from_texts([ALPHABET])
 
 
-@pytest.mark.parametrize("greedy", [False, True])
-def test_all_fields_are_aligned_at_the_tokens_own_index(ppo, tokenizer, greedy):
-    batch = run(ppo, random_model(ppo, tokenizer), tokenizer, "Lengths", 12, greedy=greedy, rollout_slots=5)
-    T = int(batch.lengths.max())
-    assert batch.tokens.shape == batch.mask.shape == batch.logprobs.shape == batch.rewards.shape == (12, T)
-    assert (batch.tokens.dtype, batch.mask.dtype, batch.logprobs.dtype) == (torch.int64, torch.bool, torch.float32)
-    assert set(batch.stop) == {"eos", "length"} or greedy
-    for i, n in enumerate(batch.lengths.tolist()):
-        prompt = tokenizer.encode_prompt(environments.Lengths.prompts[i % 6])
-        response = batch.tokens[i, len(prompt) : n].tolist()
-        assert tokenizer.encode_prompt(batch.prompts[i]) == batch.tokens[i, : len(prompt)].tolist() == prompt
-        assert not batch.tokens[i, n:].any() and not batch.logprobs[i][~batch.mask[i]].any()
-        assert batch.mask[i].nonzero()[:, 0].tolist() == list(range(len(prompt), n))
-        assert (batch.logprobs[i][batch.mask[i]] < 0).all()
-        assert batch.texts[i] == tokenizer.decode(response) and batch.success[i] == bool(batch.texts[i])
-        assert batch.rewards[i].nonzero()[:, 0].tolist() == ([n - 1] if batch.texts[i] else [])
-        assert batch.rewards[i, n - 1] == pytest.approx(len(batch.texts[i]) / 10)
-        assert tokenizer.eos_id not in response[:-1] and (batch.stop[i] == "eos" or len(response) == 12)
-        assert batch.stop[i] == ("eos" if response[-1] == tokenizer.eos_id else "length")
+def test_all_fields_are_aligned_at_the_tokens_own_index(ppo, tokenizer):
+    episodes = run(ppo, random_model(ppo, tokenizer), tokenizer, "Lengths", 12, rollout_slots=5)
+    assert {episode.stop for episode in episodes} == {"eos", "length"}
+    e = ppo.Experience.of(episodes)
+    assert (e.tokens.dtype, e.mask.dtype, e.logprobs.dtype) == (torch.int64, torch.bool, torch.float32)
+    for i, (episode, n) in enumerate(zip(episodes, e.lengths.tolist(), strict=True)):
+        prompt, response = environments.Lengths.prompts[i % 6], text(episode)
+        sampled, ids = list(range(len(prompt), n)), episode.ids[len(prompt) :]
+        assert e.tokens[i].tolist() == [*tokenizer.encode(prompt), *ids] + (e.tokens.shape[1] - n) * [0]
+        assert e.mask[i].nonzero()[:, 0].tolist() == e.logprobs[i].nonzero()[:, 0].tolist() == sampled
+        assert response == tokenizer.decode(ids) and episode.conversation[0] == ("user", prompt)
+        assert e.rewards[i].nonzero()[:, 0].tolist() == (sampled[-1:] if response else [])
+        assert episode.rewards[-1] == len(response) / 10 and episode.success == bool(response)
+        assert episode.stop == ("eos" if ids[-1] == tokenizer.eos_id else "length")
 
 
-@pytest.mark.parametrize(("env", "temperature"), [("Lengths", 0.7), ("TwoTurns", 1.0), ("Endless", 1.3)])
+@pytest.mark.parametrize(("env", "temperature"), [("Lengths", 0.7), ("TwoTurns", 1), ("Endless", 1.3), ("Endless", 0)])
 @torch.no_grad()
-def test_recorded_logprobs_are_those_of_the_training_forward(ppo, tokenizer, env, temperature):
-    """Also of weights that changed after an earlier rollout; and greedy tokens are the argmax."""
-    actor = random_model(ppo, tokenizer)
-    for greedy in (False, True):
-        batch = run(ppo, actor, tokenizer, env, 20, None, 0, greedy, temperature=temperature, rollout_slots=7)
-        experience = ppo.Experience.from_rollout(batch, torch.device("cpu"))
-        logprobs_of, one = lambda *x: ppo.sampled_logprobs(*x, temperature)[0], ppo.World(torch.device("cpu"))
-        logprobs = ppo.forward_all(lambda mb: logprobs_of(actor, mb), experience, ppo.Args(), one)
-        torch.testing.assert_close(batch.logprobs, logprobs, atol=1e-5, rtol=0)
-        policy = torch.distributions.Categorical(logits=actor(batch.tokens)[:, :-1] / temperature)
-        plain = policy.log_prob(batch.tokens[:, 1:]) * batch.mask[:, 1:]
-        torch.testing.assert_close(batch.logprobs[:, 1:], plain, atol=1e-5, rtol=0)
-        best = policy.logits.argmax(-1)[batch.mask[:, 1:]]
-        assert torch.equal(best, batch.tokens[batch.mask]) == greedy
-        for p in actor.parameters():
+def test_tokens_and_logprobs_are_those_of_the_training_forward(ppo, tokenizer, env, temperature):
+    """Tokens are the argmax of log-probs plus noise; without noise at temperature 0, whose log-probs are those of 1."""
+    actor, args = random_model(ppo, tokenizer), ppo.Args(device="cpu", compile="off")
+    for iteration in range(2):
+        changes = dict(temperature=temperature, rollout_slots=7)
+        e = ppo.Experience.of(run(ppo, actor, tokenizer, env, 20, None, iteration, **changes))
+        args.temperature = temperature or 1.0
+        torch.testing.assert_close(e.logprobs, ppo.logprobs_of_all(actor, e, args), atol=1e-5, rtol=0)
+        logprobs = torch.log_softmax(actor(e.tokens)[:, :-1] / args.temperature, dim=-1)  # of tokens[:, 1:]
+        for t in range(1, e.tokens.shape[1]):
+            noise = ppo.gumbel_noise(ppo.sample_keys(1, iteration, range(20)), torch.tensor(t), logprobs.shape[2])
+            best = (logprobs[:, t - 1] + bool(temperature) * noise).argmax(-1)
+            assert torch.equal(best[e.mask[:, t]], e.tokens[:, t][e.mask[:, t]])
+        args.temperature *= 0.8  # in one place only
+        assert (e.logprobs - ppo.logprobs_of_all(actor, e, args)).abs().max() > 0.1
+        for p in actor.parameters():  # as after an update
             p.add_(torch.randn_like(p), alpha=0.1)
 
 
 def test_two_turns_by_hand(ppo, tokenizer):
     """Row 0 is a b <eos> c d <eos>, with c from the environment; row 1 is e f <eos> x y <eos>, whose y is wrong."""
-    actor = scripted_model(ppo, tokenizer, {"a": "b", "c": "d", "e": "f", "x": "y"})
-    envs = make_envs("TwoTurns", 2)
-    batch = run(ppo, actor, tokenizer, envs, samples=2)
-    envs.sort(key=lambda env: env.unwrapped.seed)
-    eos = tokenizer.eos_id
-    for i, (first, answer, feedback, second) in enumerate(["abcd", "efxy"]):
+    actor, envs = scripted_model(ppo, tokenizer, {"a": "b", "c": "d", "e": "f", "x": "y"}), make_envs("TwoTurns", 2)
+    episodes = run(ppo, actor, tokenizer, envs, samples=2)
+    for episode, (first, answer, feedback, second), last_reward in zip(episodes, ["abcd", "efxy"], [1.0, 0.0]):
         a, b, c, d = tokenizer.encode(first + answer + feedback + second)
-        assert batch.tokens[i].tolist() == [a, b, eos, c, d, eos]
-        assert envs[i].unwrapped.seen == [answer, second]
-        assert batch.texts[i] == answer + feedback + second
-        turns = [("user", first), ("assistant", answer), ("user", feedback), ("assistant", second)]
-        assert batch.conversations[i] == turns
-    assert batch.mask.int().tolist() == 2 * [[0, 1, 1, 0, 1, 1]]
-    assert batch.rewards.tolist() == [[0, 0, 0.25, 0, 0, 1], [0, 0, 0.25, 0, 0, 0]]
-    assert batch.lengths.tolist() == [6, 6] and batch.stop == ["eos", "eos"]
+        assert episode.ids == [a, b, tokenizer.eos_id, c, d, tokenizer.eos_id]
+        assert episode.mask == [False, True, True, False, True, True] and episode.stop == "eos"
+        assert episode.rewards == [0, 0, 0.25, 0, 0, last_reward]
+        assert episode.conversation[1:] == [("assistant", answer), ("user", feedback), ("assistant", second)]
+        assert [answer, second] in [env.seen for env in envs]
+
+
+@pytest.mark.shared
+def test_a_turn_adds_to_the_cache_what_is_missing_and_equals_prefilling_all(ppo, tokenizer, monkeypatch):
+    actor, decode, added, missing = random_model(ppo, tokenizer), ppo.decode, [], []
+
+    def watch(model, args, kwargs):
+        if kwargs.get("prefill"):
+            added.append(int(args[1].min()))  # the first position that is written
+
+    def everything(decoder, episodes, cached, args):
+        missing.append(min(len(episode.ids) for episode in episodes if not episode.stop) - cached)
+        decode(decoder, episodes, 0, args)
+
+    actor.register_forward_pre_hook(watch, with_kwargs=True)
+    roll = lambda: run(ppo, actor, tokenizer, make_envs("Endless", 9, feedback="fade"), 9, max_new_tokens=30)
+    episodes, starts = roll(), added.copy()
+    monkeypatch.setattr(ppo, "decode", everything)
+    assert_same(episodes, roll())
+    assert starts[0] == 0 and sorted(set(starts)) == starts and not any(added[len(starts) :])
+    assert len(missing) == len(starts) > 2 and set(missing[1:]) == {5}  # the newest token, and "fade"
 
 
 def test_dense_rewards_lie_on_their_characters_in_each_turn(ppo, tokenizer):
-    batch = run(ppo, random_model(ppo, tokenizer), tokenizer, make_envs("Dense", 16), samples=16)
-    for tokens, mask, rewards, *_ in rows(batch):
+    episodes = run(ppo, random_model(ppo, tokenizer), tokenizer, "Dense", samples=40, max_new_tokens=20)
+    assert {episode.stop for episode in episodes} == {"eos", "env", "length"}
+    for episode in episodes:
         characters, expected = 0, []
-        for token, sampled, more in zip(tokens, mask, [*mask[1:], False], strict=True):
+        for token, sampled, more in zip(episode.ids, episode.mask, [*episode.mask[1:], False], strict=True):
             characters = characters + (token > 2) if sampled else 0  # of the turn, so far; ids 0 to 2 are special
             expected.append(sampled * (token > 2) * characters + 0.5 * (sampled and not more))
-        assert rewards == expected
+        assert episode.rewards == expected
 
 
-def test_dense_rewards_of_tokens_that_are_not_characters(ppo):
-    """Tokens: ab, c, two bytes that are é, <eos> in the middle, d, <eos>."""
+@pytest.fixture
+def byte_tokenizer(ppo):
+    """Its tokens are bytes, and "ab"."""
     vocab = ["<eos>", *sorted(ppo.tokenizers.pre_tokenizers.ByteLevel.alphabet()), "ab"]
     bpe = ppo.tokenizers.ByteLevelBPETokenizer({token: i for i, token in enumerate(vocab)}, [("a", "b")])
-    hf = ppo.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<eos>")
-    tokenizer, episode = ppo.HFTokenizer("bytes", hf), ppo.Episode(None, "sample 7")
-    answer = lambda pairs: ("", 0.0, True, False, {"rewards": pairs})
-    episode.add_response([*tokenizer.encode("abcé"), 0, *tokenizer.encode("d"), 0], 7 * [0.0])
-    episode.take_answer(answer([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 16.0), (5, 32.0)]), tokenizer)
-    assert episode.rewards == [3.0, 4.0, 0.0, 8.0, 0.0, 48.0, 0.0]
-    for wrong in [(0, 1.0)], [(6, 1.0)], [(1, math.nan)], [("1", 1.0)], [(1, "1.0")], [1], 1:
-        with pytest.raises(ppo.UserError, match=r"info.*of sample 7: "):
-            episode.take_answer(answer(wrong), tokenizer)
+    return ppo.HFTokenizer("bytes", ppo.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<eos>"))
 
 
-@pytest.mark.parametrize("feedback", ["fade", ""])
-def test_an_endless_environment_gives_truncated_rows(ppo, tokenizer, feedback):
-    envs = make_envs("Endless", 16, feedback=feedback)
-    batch = run(ppo, random_model(ppo, tokenizer), tokenizer, envs, samples=16, max_new_tokens=30)
-    envs.sort(key=lambda env: env.unwrapped.seed)
-    assert set(batch.stop) == {"length"} and max(len(env.unwrapped.seen) for env in envs) > 2
-    for i, env in enumerate(envs):
-        assert batch.rewards[i].unique().tolist() == [0, 0.5] and batch.mask[i][batch.rewards[i] > 0].all()
-        assert batch.rewards[i].count_nonzero() == len(env.unwrapped.seen)
-        assert batch.texts[i] == feedback.join(env.unwrapped.seen)
-        assert batch.lengths[i] <= len(environments.Endless.prompts[i % 6]) + 30
+def test_sampled_ids_are_never_encoded_again(ppo, byte_tokenizer):
+    a, b, ab, x, equals = (byte_tokenizer.encode(text)[0] for text in ("a", "b", "ab", "x", "="))
+    actor = scripted_model(ppo, byte_tokenizer, {"=": "a", "a": "b", "x": "a"})
+    [episode] = run(ppo, actor, byte_tokenizer, make_envs("Endless", 1, feedback="abx"), ids=[(2, 0)], max_new_tokens=8)
+    assert episode.ids == [x, equals, a, b, 0, ab, x, a, b, 0] and text(episode) == "ababxab"
 
 
-@pytest.mark.parametrize(("new_tokens", "fits"), [(6, False), (7, True)])
-def test_environment_text_that_does_not_fit_ends_the_row_before_it(ppo, tokenizer, new_tokens, fits):
-    """Two sampled tokens and four of feedback: with a budget of seven, one more can be sampled."""
-    actor = scripted_model(ppo, tokenizer, {"=": "a", "e": "b"})
-    batch = run(ppo, actor, tokenizer, make_envs("Endless", 1, feedback="fade"), 1, max_new_tokens=new_tokens)
-    assert batch.texts == ["afadeb" if fits else "a"] and batch.stop == ["length"]
-    turns = [("user", "ab="), ("assistant", "a"), ("user", "fade"), ("assistant", "b")]
-    assert batch.conversations == [turns if fits else turns[:2]]
-    assert batch.lengths.tolist() == [3 + 7 if fits else 3 + 2] and batch.rewards.sum() == (1.0 if fits else 0.5)
+def test_dense_rewards_of_tokens_that_are_not_characters(ppo, byte_tokenizer):
+    """Tokens: ab, c, two bytes that are é, <eos> in the middle, d, <eos>."""
+    def play(pairs):
+        env = types.SimpleNamespace(step=lambda _: ("", 0.0, True, False, {"rewards": pairs}))
+        episode = ppo.Episode(7)
+        episode.add([*byte_tokenizer.encode("abcé"), 0, *byte_tokenizer.encode("d"), 0], 7 * [0.0])
+        episode.end_turn(env, 0, byte_tokenizer, ppo.Args(max_new_tokens=9))
+        return episode.rewards
+
+    assert play([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 16.0), (5, 32.0)]) == [3.0, 4.0, 0.0, 8.0, 0.0, 48.0, 0.0]
+    for wrong, part in ([(0, 1.0)], "not within"), ([(6, 1.0)], "not within"), ([(1, math.nan)], "not finite"):
+        with pytest.raises(ValueError, match=part):
+            play(wrong)
 
 
 @pytest.mark.parametrize("env", ["Lengths", "TwoTurns", "Endless"])
-def test_a_sample_is_the_same_alone_in_any_batch_and_in_any_order(ppo, tokenizer, env, monkeypatch):
-    actor = random_model(ppo, tokenizer)
-    ids = [(i // 2, i) for i in range(14)]
-    roll = functools.partial(run, ppo, actor, tokenizer, max_new_tokens=16)
-    expected = roll(make_envs(env, 14), ids=ids)
-    for slots, count in [(3, 3), (64, 4)]:
-        batch = roll(make_envs(env, count), ids=ids, rollout_slots=slots)
-        assert rows(batch) == rows(expected)
-        torch.testing.assert_close(batch.logprobs, expected.logprobs, atol=1e-5, rtol=0)
-    for order in ([13 - i for i in range(14)], [9], [3, 12, 5]):
-        batch = roll(make_envs(env, 5), ids=[ids[i] for i in order])
-        assert rows(batch) == [rows(expected)[i] for i in order]
-    assert len({json.dumps(row) for row in rows(expected)}) > 10
-    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True)  # 8 steps between two reads of the host
-    batch = roll(make_envs(env, 5), ids=ids, micro_batch_tokens=5)
-    assert rows(batch) == rows(expected) and batch.stats["rollout/decode_steps"] % 8 == 0
+def test_a_sample_is_the_same_alone_in_any_batch_and_in_any_order(ppo, tokenizer, env):
+    ids, actor = [(i // 2, i) for i in range(14)], random_model(ppo, tokenizer)
+    roll = lambda **changes: run(ppo, actor, tokenizer, env, max_new_tokens=16, **changes)
+    expected = roll(ids=ids)
+    assert len({text(episode) for episode in expected}) > 10
+    for order, changes in [
+        (range(14), {"rollout_slots": 3}), (range(13, -1, -1), {"rollout_slots": 5}), ([9], {}), ([3, 12, 5], {}),
+        (range(14), {"rollout_slots": 5, "steps": 8, "micro_batch_tokens": 5}),
+    ]:  # fmt: skip
+        assert_same(roll(ids=[ids[i] for i in order], **changes), [expected[i] for i in order])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on the CPU")
-def test_compiled_decoding_gives_the_same_samples_by_one_graph(ppo, tokenizer):
-    actor, graphs = random_model(ppo, tokenizer), torch._dynamo.utils.counters["stats"]
-    torch._dynamo.reset()
-    for env, samples, slots in (("TwoTurns", 9, 4), ("Lengths", 12, 5), ("Endless", 12, 5)):
-        changes = dict(rollout_slots=slots, max_new_tokens=20)
-        plain, compiled = (run(ppo, actor, tokenizer, env, samples, compile=c, **changes) for c in ("off", "on"))
-        assert rows(plain) == rows(compiled)
-        torch.testing.assert_close(plain.logprobs, compiled.logprobs, atol=1e-5, rtol=0)
-        before, graphs["last"] = graphs.pop("last", 0), graphs["unique_graphs"]
-    assert graphs.pop("last") == before > 0, "a graph serves all rollouts"
-
-
-PROBABILITIES = [0.3, 0.2, 0.15, 0.1, 0.08, 0.06, 0.05, 0.03, 0.0185, 0.009, 0.0015, 0.001]
-
-
-@functools.cache
-def draws(ppo, samples=64, tokens=30, first=0, iteration=0, padding=0, seed=1):
-    """[samples, tokens] draws through `rollout` from PROBABILITIES, as symbol numbers; padding never comes."""
-    tokenizer = ppo.HFTokenizer.from_texts(["abcdefghijkl"])
-    logits = torch.full([tokenizer.vocab_size + padding], -1e4)
-    logits[3 : tokenizer.vocab_size] = torch.tensor(PROBABILITIES).log()
-    actor, ids = bigram_model(ppo, logits.expand(len(logits), -1)), [(0, first + i) for i in range(samples)]
-    sizes = {"rollout_slots": 512, "max_prompt_tokens": 1, "max_new_tokens": tokens}
-    batch = run(ppo, actor, tokenizer, make_envs("OneToken", samples), 0, ids, iteration, seed=seed, **sizes)
-    return batch.tokens[:, 1:] - 3
-
-
-@pytest.mark.shared
-def test_draws_follow_the_distribution_and_are_independent_of_neighbours(ppo):
-    """Pairs of draws `shift` (samples, token indices) apart, against the product of their distributions."""
-    x, p = draws(ppo, 256, 200), torch.tensor(PROBABILITIES)
-    pairs = [(x.flatten(), p)]
-    x, p = x.clamp(max=8), torch.tensor([*PROBABILITIES[:8], sum(PROBABILITIES[8:])])  # the four rarest together
-    for i, j in ((0, 1), (1, 0), (1, 1), (1, -1), (2, 0), (0, 2)):
-        first, second = x[: 256 - i, max(0, -j) : 200 - max(0, j)], x[i:, max(0, j) : 200 - max(0, -j)]
-        pairs.append(((first * 9 + second).flatten(), (p[:, None] * p).flatten()))
-    for symbols, probabilities in pairs:
-        expected, degrees = len(symbols) * probabilities, len(probabilities) - 1
-        chi_square = ((symbols.bincount(minlength=degrees + 1) - expected).square() / expected).sum()
-        assert abs(float(chi_square) - degrees) < 4 * math.sqrt(2 * degrees)
-
-
-def test_noise_depends_on_sample_iteration_and_seed_but_not_on_vocabulary_padding(ppo):
-    """Of other noise a share of draws agrees by chance. Shifted: sample + iteration must not be all that counts."""
-    x, by_chance = draws(ppo), torch.tensor(PROBABILITIES).square().sum().item()
-    assert torch.equal(x, draws(ppo, padding=37)) and torch.equal(x[1:], draws(ppo, first=1)[:-1])
-    for y in (draws(ppo, first=1000), draws(ppo, iteration=1), draws(ppo, iteration=-1), draws(ppo, seed=2)):
-        for a, b in ((x, y), (x[1:], y[:-1]), (x[:, 1:], y[:, :-1])):
-            assert (a == b).float().mean().item() == pytest.approx(by_chance, abs=0.04)
-
-
-@pytest.mark.shared
-def test_tails_of_the_noise_are_exponential(ppo):
-    """Over 2**24 values. A uniform of 24 bits gives few distinct small values, and rare tokens are drawn too often."""
-    small, large = [], 0
-    for i in range(16):
-        noise = ppo.sampling_noise(ppo.sample_keys(1, 0, [i]), torch.tensor([i]), 2**20)
-        assert noise.isfinite().all() and (noise > 0).all()
-        small += noise[noise < 2**-14].tolist()
-        large += (noise > 14 * math.log(2)).sum().item()
-    assert max(abs(len(small) - 2**10), abs(large - 2**10)) < 4 * 2**5 and len(set(small)) > 0.98 * len(small)
-
-
-def test_eos_as_the_first_sampled_token_and_truncation_by_the_environment(ppo, tokenizer):
-    for env, stop in (("Plain", "eos"), ("Truncates", "env")):
-        envs = make_envs(env, 3)
-        batch = run(ppo, scripted_model(ppo, tokenizer, {}), tokenizer, envs, samples=3)
-        assert batch.texts == ["", "", ""] and batch.stop == [stop] * 3 and batch.mask.sum(1).tolist() == [1, 1, 1]
-        assert batch.lengths.tolist() == [len(prompt) + 1 for prompt in environments.TextEnv.prompts[:3]]
-        assert [env.unwrapped.seen for env in envs] == [[""]] * 3
-
-
-@pytest.mark.parametrize("new_tokens", [1, 3, 4, 9])
-def test_a_response_that_fills_the_budget_is_cut_unless_its_last_token_stops_it(ppo, tokenizer, new_tokens):
-    """b c d <eos> takes four tokens: with exactly four it has ended by itself. Nothing is appended to a cut one."""
-    actor = scripted_model(ppo, tokenizer, {"a": "b", "b": "c", "c": "d"})
-    batch = run(ppo, actor, tokenizer, "OneToken", 2, max_new_tokens=new_tokens, max_prompt_tokens=1)
-    assert batch.stop == ["eos" if new_tokens >= 4 else "length"] * 2 and batch.texts == ["bcd"[:new_tokens]] * 2
-    assert batch.lengths.tolist() == [1 + min(4, new_tokens)] * 2
+@pytest.mark.parametrize(("env", "new_tokens", "stop", "response"), [
+    ("TextEnv", 1, "length", "b"), ("TextEnv", 3, "length", "bcd"), ("TextEnv", 4, "eos", "bcd"),
+    ("Endless", 7, "length", "bcd"), ("Endless", 8, "length", "bcdfeab"), ("Endless", 9, "length", "bcdfeabc"),
+])  # fmt: skip
+def test_a_response_is_cut_by_the_token_limit_of_all_turns(ppo, tokenizer, env, new_tokens, stop, response):
+    """b c d <eos> takes four tokens. The environment's text of three is added if another token can follow it."""
+    actor = scripted_model(ppo, tokenizer, {"=": "b", "b": "c", "c": "d", "a": "b"})
+    envs = make_envs(env, 2, **({"feedback": "fea"} if env == "Endless" else {}))
+    for episode in run(ppo, actor, tokenizer, envs, 2, max_new_tokens=new_tokens):
+        assert (episode.stop, text(episode)) == (stop, response)
 
 
 def test_stop_ids_end_a_turn_where_they_are_sampled_and_nowhere_else(ppo, tokenizer, monkeypatch, tmp_path):
-    """They may be several, be the pad id and stand in a prompt."""
+    """They may be several, be the first token of a response, be no special token and stand in a prompt."""
     tokenizer.hf.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.encode("y")}))
     two = ppo.HFTokenizer(tmp_path)
-    eos, y = two.stop_ids
-    assert two.eos_id == eos and [y] == tokenizer.encode("y")
     monkeypatch.setattr(environments.TextEnv, "prompts", ("a<eos>b<eos>", "y=b"))
-    batch = run(ppo, scripted_model(ppo, two, {"<eos>": "c", "b": "y"}), two, samples=2)
-    a, b, c, equals = two.encode("abc=")
-    assert batch.tokens.tolist() == [[a, eos, b, eos, c, eos], [y, equals, b, y, 0, 0]]
-    assert batch.mask.int().tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 0, 0]]
-    assert batch.lengths.tolist() == [6, 4] and batch.stop == ["eos", "eos"]
-    assert batch.texts == ["c", ""]  # without a stop token, even if it is not special
+    first, second = run(ppo, scripted_model(ppo, two, {"<eos>": "c", "b": "y"}), two, samples=2)
+    (eos, _), (a, b, c, y, equals) = two.stop_ids, two.encode("abcy=")
+    assert (first.ids, first.mask) == ([a, eos, b, eos, c, eos], [False] * 4 + [True] * 2)
+    assert (second.ids, second.mask) == ([y, equals, b, y], [False] * 3 + [True])
+    assert (first.stop, text(first), second.stop, text(second)) == ("eos", "c", "eos", "")

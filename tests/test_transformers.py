@@ -1,181 +1,125 @@
-"""Parity with transformers: logits, log-probs, tokens, chat templates, exports; small random checkpoints."""
+"""The same numbers as transformers, from their folders and from ours: small random models of every family."""
 
 import json
-import shutil
 
 import pytest
 import tokenizers
 import torch
+import transformers
 from test_model import CHATML, LLAMA3_ROPE
+from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 pytestmark = pytest.mark.shared
 
-transformers = pytest.importorskip("transformers")
-
-SENTENCES = [
-    "Natalia sold 48 clips in April, and half as many in May. How many did she sell altogether?",
-    "Weng earns $12 an hour for babysitting; yesterday she did 50 minutes of it. #### 10",
-    "Betty saves for a wallet that costs $100. Die Größe ist naïve, 中文 is here too.",
-]
-# AutoTokenizer gives Qwen2 checkpoints this pattern, whatever their tokenizer.json says.
-QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+CAUSAL, CLASSIFIER = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
+SENTENCES = ["Natalia sold 48 clips in April, and half as many in May: #### 72", "Die Größe, naïve, 中文 costs $100."]
 FAMILIES = {
-    "qwen2-tied": (transformers.Qwen2Config, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "qwen3-sharded": (transformers.Qwen3Config, {"num_key_value_heads": 2, "head_dim": 24}),
-    "qwen3-tied": (transformers.Qwen3Config, {"num_key_value_heads": 4, "tie_word_embeddings": True}),
-    "llama3-rope": (transformers.LlamaConfig, {"num_key_value_heads": 4, "rope_parameters": LLAMA3_ROPE}),
-    "llama-biased": (transformers.LlamaConfig, {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "llama3 rope": (transformers.LlamaConfig, dict(num_key_value_heads=4, rope_parameters=LLAMA3_ROPE)),
+    "llama, biased": (transformers.LlamaConfig, dict(num_key_value_heads=1, attention_bias=True, mlp_bias=True)),
+    "qwen2, tied": (transformers.Qwen2Config, dict(num_key_value_heads=2, tie_word_embeddings=True)),
+    "qwen3, several files": (transformers.Qwen3Config, dict(num_key_value_heads=2, head_dim=24)),
+    "qwen3, tied, bfloat16": (transformers.Qwen3Config, dict(num_key_value_heads=4, tie_word_embeddings=True)),
 }
 VOCABULARY = 330  # more than the tokenizer has: real checkpoints have padding rows
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+             max_position_embeddings=256, bos_token_id=None, eos_token_id=2, pad_token_id=0)  # fmt: skip
+chat = lambda turns: [{"role": role, "content": text} for role, text in turns]
 
 
 def hf_tokenizer():
     bpe, pre = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers
-    split = pre.Split(tokenizers.Regex(QWEN2_WORDS), "isolated")
+    split = pre.Split(tokenizers.Regex(PRETOKENIZE_REGEX), "isolated")  # what AutoTokenizer gives Qwen2 in any case
     bpe.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
-    bpe.normalizer = tokenizers.normalizers.NFC()
     bpe.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False)  # fmt: skip
-    bpe.train_from_iterator(SENTENCES * 3, trainer)
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML)
+    pad, _, eos = special = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    settings = dict(vocab_size=320, special_tokens=special, initial_alphabet=pre.ByteLevel.alphabet())
+    bpe.train_from_iterator(SENTENCES * 3, tokenizers.trainers.BpeTrainer(**settings))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHATML, eos_token=eos, pad_token=pad)
 
 
-def hf_config(family, **changes):
+def hf_folder(folder, family="qwen2, tied", auto=CAUSAL, **changes):
+    """A folder as on the Hub. Every parameter is random, norms and biases too: one that is not loaded shows."""
     kind, settings = FAMILIES[family]
-    return kind(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=256, bos_token_id=None, eos_token_id=2, pad_token_id=0, **settings | changes)
-
-
-def randomize(model):
-    """Every parameter random, norms and biases too: one that is not loaded then shows."""
-    generator = torch.Generator().manual_seed(3)
-    for p in {p.data_ptr(): p for p in model.parameters()}.values():
-        p.data = float(p.ndim == 1) + 0.2 * torch.randn(p.shape, generator=generator)
-    return model.eval()
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request, tmp_path_factory):
-    """(folder, model of transformers, tokenizer of transformers)"""
-    folder = tmp_path_factory.mktemp(request.param)
-    model = transformers.AutoModelForCausalLM.from_config(hf_config(request.param))
-    model.tie_weights()
-    model.generation_config.eos_token_id = [0, 2]
-    sharded = "sharded" in request.param
-    randomize(model).save_pretrained(folder, **{"max_shard_size": "200KB"} if sharded else {})
-    assert sharded == (folder / "model.safetensors.index.json").exists()
+    model = auto.from_config(kind(**SIZES | settings | changes))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, mean=float(p.ndim == 1), std=0.2)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=[0, 2])
+    model.to(torch.bfloat16 if "bfloat16" in family else torch.float32)
+    model.save_pretrained(folder, max_shard_size="100KB" if "several files" in family else "1GB")
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == ("several files" in family)
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")  # transformers 4 had other names
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": rope["rope_theta"], "rope_scaling": rope}))
     hf_tokenizer().save_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    return folder, model, transformers.AutoTokenizer.from_pretrained(folder)
+    return folder
 
 
-@torch.no_grad()
-def assert_same_logits(ours, theirs):
-    """Over a length at which rotary scaling and the order of heads matter; the logits must not be near zero."""
-    tokens = torch.randint(VOCABULARY, (2, 100), generator=torch.Generator().manual_seed(4))
-    expected = theirs(tokens).logits
-    assert expected.std() > 0.5
-    torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-4)
+def load_theirs(folder, auto=CAUSAL):
+    model, info = auto.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not any(info.values()) and model.config.architectures == [type(model).__name__]
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def chat_ids(tokenizer, *turns):
-    messages = [{"role": role, "content": text} for role, text in turns]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-
-@torch.no_grad()
-def test_logprobs_and_entropy_are_those_of_transformers(ppo, checkpoint):
-    folder, theirs, _ = checkpoint
-    ours, tokens = ppo.load_hf_checkpoint(folder)[0], torch.randint(VOCABULARY, (2, 9))
-    sampled = (torch.arange(9) > 0).expand(2, 9)
-    packing = ppo.Packing.of(torch.tensor([9, 9]), sampled, tokens.device)
-    logprobs, entropy = ours(tokens, packing=packing, temperature=0.7)
-    expected = torch.distributions.Categorical(logits=theirs(tokens).logits[:, :-1] / 0.7)
-    torch.testing.assert_close(logprobs[:, 1:], expected.log_prob(tokens[:, 1:]), rtol=0, atol=1e-4)
-    torch.testing.assert_close(entropy[:, 1:], expected.entropy(), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_the_training_forward_is_that_of_padded_rows_in_transformers(ppo, checkpoint, side):
-    """Log-probs and gradients of rows of unequal length, together and one row at a time."""
-    ours, theirs = ppo.load_hf_checkpoint(checkpoint[0])[0], checkpoint[1]
-    lengths, tokens, weight = torch.tensor([9, 2, 30, 17]), torch.randint(1, VOCABULARY, (4, 30)), torch.randn(4, 30)
-    real = torch.arange(30) < lengths[:, None]
-    mask, zeros = real & (torch.arange(30) > 0), torch.zeros(4, 30)
-    batch = ppo.Rollout(tokens, mask, zeros, zeros, lengths, ["eos"] * 4, [], {}, [], [], [])
-    experience = ppo.Experience.from_rollout(batch, torch.device("cpu"))
-
-    shift = (30 - lengths if side == "left" else 0 * lengths)[:, None]
-    places = (torch.arange(30) - shift) % 30  # index in our row of each token of a padded row
-    inputs, attend = tokens.gather(1, places), real.gather(1, places).long()
-    logits = theirs(inputs, attention_mask=attend, position_ids=places * attend).logits / 0.7
-    predicted = logits.log_softmax(-1).roll(1, 1).gather(2, inputs[..., None])[..., 0]
-    expected = torch.zeros(4, 30).scatter(1, places, predicted) * mask
-    gradients = torch.autograd.grad((expected * weight).sum(), list(theirs.parameters()))
-    for parts in ([[2, 0, 1, 3]], [[0], [1], [2], [3]]):
-        ours.zero_grad()
-        for rows in parts:
-            logprobs = ppo.sampled_logprobs(ours, experience[torch.tensor(rows)], 0.7)[0]  # [B, T]
-            T = logprobs.shape[1]
-            torch.testing.assert_close(logprobs, expected[rows, :T], rtol=5e-6, atol=2e-6)
-            (logprobs * weight[rows, :T]).sum().backward()
-        for p, gradient in zip(ours.parameters(), gradients, strict=True):
-            assert (p.grad - gradient).norm() <= 5e-6 * gradient.norm()
-
-
-def assert_same_tokenizer(ours, theirs):
+def same_in_transformers(folder, ours, tokenizer, tokens):
+    """Logits, which must not be near 0, ids of texts and conversations, and stop ids."""
+    model, theirs = load_theirs(folder)
+    assert model(tokens).logits.std() > 0.5
+    torch.testing.assert_close(ours(tokens), model(tokens).logits, rtol=0, atol=1e-4)
     for text in [*SENTENCES, "", " x\n\n y", "🙂 é"]:
-        ids = theirs(text, add_special_tokens=False).input_ids
-        assert ours.encode(text) == ids and ours.decode(ids) == text
-        assert ours.encode_prompt(text) == chat_ids(theirs, ("user", text))
-    assert (ours.eos_id, ours.pad_id, ours.stop_ids) == (theirs.eos_token_id, theirs.pad_token_id, [0, 2])
-    ids = [*ours.encode_prompt("Guess."), *ours.encode("seven"), ours.eos_id, *ours.encode_feedback("Too low.")]
-    assert ids == chat_ids(theirs, ("user", "Guess."), ("assistant", "seven"), ("user", "Too low."))
+        assert tokenizer.encode(text) == theirs(text, add_special_tokens=False).input_ids
+    answer = [*tokenizer.encode("seven"), tokenizer.eos_id, *tokenizer.encode_feedback("Too low.")]
+    turns = chat([("user", "Guess."), ("assistant", "seven"), ("user", "Too low.")])
+    expected = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    assert [*tokenizer.encode_prompt("Guess."), *answer] == expected
+    assert (tokenizer.eos_id, tokenizer.pad_id) == (theirs.eos_token_id, theirs.pad_token_id)
+    assert tokenizer.stop_ids == model.generation_config.eos_token_id == [0, 2]
 
 
-@pytest.mark.parametrize("layout", [4, 5])
-def test_an_export_loads_in_transformers_and_back(ppo, checkpoint, tmp_path, layout):
-    """Of a folder whose config.json is of transformers 4 or 5."""
-    folder, theirs, tokenizer = checkpoint
-    shutil.copytree(folder, tmp_path / "in")
-    if layout == 4:
-        raw = json.loads((folder / "config.json").read_text())
-        rope = raw.pop("rope_parameters")
-        raw |= {"torch_dtype": raw.pop("dtype"), "rope_theta": rope.pop("rope_theta")}
-        raw["rope_scaling"] = rope if rope["rope_type"] != "default" else None
-        (tmp_path / "in" / "config.json").write_text(json.dumps(raw))
-    ours, config = ppo.load_hf_checkpoint(tmp_path / "in")
-    assert_same_logits(ours, theirs)
-    assert_same_tokenizer(ppo.HFTokenizer(tmp_path / "in"), tokenizer)
-    with torch.no_grad():  # as after training: not the folder's weights any more
-        for p in ours.parameters():
-            p.mul_(1.01)
-    ppo.save_hf_checkpoint(ours, ppo.HFTokenizer(tmp_path / "in"), tmp_path / "out")
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(model) is type(theirs) and model.dtype == torch.float32
-    assert_same_logits(ours, model.eval())
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert_same_tokenizer(ppo.HFTokenizer(tmp_path / "out"), exported)
-    assert model.generation_config.eos_token_id == [0, 2]
-    # The name that transformers 5 writes, TokenizersBackend, cannot be loaded by 4.
-    config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_folders_of_transformers_load_here_and_exports_load_there(ppo, tmp_path, family):
+    """The same logits and values, the same ids with the chat template. The tokens are many enough for scaled rope."""
+    folder, tokens = hf_folder(tmp_path / "in", family), torch.randint(3, VOCABULARY, (2, 100))
+    (ours, config), tokenizer = ppo.load_hf_checkpoint(folder), ppo.HFTokenizer(folder)
+    same_in_transformers(folder, ours, tokenizer, tokens)
+    critic = ppo.Transformer(config, "scalar")
+    for p in (*ours.parameters(), *critic.parameters()):  # as after training: not the folder's weights any more
+        p.add_(0.1 * torch.randn(p.shape))
+    ppo.save_hf_checkpoint(ours, tokenizer, tmp_path / "model")
+    ppo.save_hf_checkpoint(critic, tokenizer, tmp_path / "critic")
+    same_in_transformers(tmp_path / "model", ours, ppo.HFTokenizer(tmp_path / "model"), tokens)
+    assert torch.equal(ppo.load_hf_checkpoint(tmp_path / "model")[0](tokens), ours(tokens))
+    values, (classifier, _) = critic(tokens), load_theirs(tmp_path / "critic", CLASSIFIER)
+    assert values.std() > 0.1 and classifier.config.num_labels == 1
+    assert torch.equal(ppo.load_hf_checkpoint(tmp_path / "critic", "scalar")[0](tokens), values)
+    tokens[1, 12:] = tokenizer.pad_id  # transformers finds the last token by it
+    torch.testing.assert_close(values[[0, 1], [-1, 11]], classifier(tokens).logits[:, 0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_training_forward_has_log_probs_entropies_and_gradients_of_transformers(ppo, tmp_path, family):
+    """Of rows of unequal length together, where transformers gets each row alone."""
+    hf_folder(tmp_path, family)
+    ours, theirs = ppo.load_hf_checkpoint(tmp_path)[0], load_theirs(tmp_path)[0]
+    lengths, tokens, weight = torch.tensor([9, 2, 30, 17]), torch.randint(VOCABULARY, (4, 30)), torch.randn(4, 30)
+    mask = (torch.arange(30) < lengths[:, None]) & (torch.arange(30) > 0)
+    logprobs, entropies = ours(tokens, packing=ppo.Packing.of(lengths, mask, "cpu"), temperature=0.7)
+    expected = torch.zeros(2, 4, 30)
+    for row, (length, ids) in enumerate(zip(lengths, tokens)):
+        predicted = torch.distributions.Categorical(logits=theirs(ids[None, :length]).logits[0, :-1] / 0.7)
+        expected[:, row, 1:length] = torch.stack([predicted.log_prob(ids[1:length]), predicted.entropy()])
+    torch.testing.assert_close(torch.stack([logprobs, entropies]), expected, rtol=1e-5, atol=1e-5)
+    (logprobs * weight).sum().backward()
+    (expected[0] * weight).sum().backward()
+    for name, p in theirs.named_parameters():
+        gradient = ours.get_parameter(name).grad
+        assert (gradient - p.grad).norm() <= 1e-5 * p.grad.norm()
 
 
 def test_the_embedded_model_and_its_tokenizer_load_in_transformers(ppo, tmp_path):
-    args = ppo.Args()
-    ppo.validate(args)
-    tokenizer, ours = ppo.embedded_model(args, ppo.SortDigits())
-    ppo.save_hf_checkpoint(randomize(ours), tokenizer, tmp_path / "out")
-    theirs, ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), tokenizer.encode("52814=12458?")
-    assert theirs("52814=12458?").input_ids == ids and theirs.eos_token_id == tokenizer.eos_id
-    assert theirs.decode([*ids, tokenizer.eos_id], skip_special_tokens=True) == tokenizer.decode(ids) == "52814=12458"
-    model, tokens = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(10)[None]
-    torch.testing.assert_close(ours(tokens), model(tokens).logits, rtol=0, atol=1e-4)
+    tokenizer, ours = ppo.embedded_model(ppo.Args(max_prompt_tokens=16, max_new_tokens=8), ppo.SortDigits())
+    ppo.save_hf_checkpoint(ours, tokenizer, tmp_path)
+    (model, theirs), tokens = load_theirs(tmp_path), torch.arange(10)[None]
+    assert theirs("528=258").input_ids == tokenizer.encode("528=258") and theirs.eos_token_id == tokenizer.eos_id
+    torch.testing.assert_close(ours(tokens), model(tokens).logits, rtol=0, atol=1e-5)
