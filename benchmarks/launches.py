@@ -1,4 +1,6 @@
-"""What torch.compile launches on a GPU, without one: `python benchmarks/launches.py [part ...]`. See tests/deviceless.py.
+"""What torch.compile launches on a GPU, without one: `python benchmarks/launches.py [part ...]`.
+
+See tests/deviceless.py.
 
 decode: a step of 256 rows with 500 tokens, counted with one and two layers. update: 16 samples of 256 tokens, forward
 and backward, with one layer and none. head: a chunk of token_logprobs, forward, once more, and backward. compile:
@@ -31,13 +33,12 @@ def product(name, *args, out):
 
 
 def launched(function, *args):
-    """(Triton kernels, other operations, megabytes that the former move), and the most that a kernel uses."""
+    """(Triton kernels, other operations, megabytes that the former move), and the most stack that a kernel takes."""
     deviceless.launches.clear(), simulated_cuda.calls.clear()
     function("ppo_llm", "cuda", *args)
     others = sum(n for name, n in simulated_cuda.calls.items() if re.search("mm$|attention|scatter|_add$", name))
     kernels, sizes = zip(*deviceless.launches, strict=True)
-    worst = [max(column) for column in zip(*map(deviceless.usage, kernels), strict=True)]
-    return (len(kernels), others, sum(sizes) / 1e6), worst
+    return (len(kernels), others, sum(sizes) / 1e6), max(map(deviceless.stack, kernels))
 
 
 def line(*cells):
@@ -48,7 +49,7 @@ def main():
     parts = sys.argv[1:] or PARTS
     for name in "mm", "bmm", "addmm":
         deviceless.library.impl(f"{name}.out", functools.partial(product, name), "CUDA")
-    line("model", "what", "Triton kernels", "other launches", "MB of the former", "registers, stack, shared memory")
+    line("model", "what", "Triton kernels", "other launches", "MB of the former", "bytes of stack")
     print("|" + "---|" * 6)
     for model, (layers, size) in SIZES.items():
         decode = functools.partial(launched, test_triton.decode, "bfloat16")

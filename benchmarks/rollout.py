@@ -120,8 +120,8 @@ class Bench:
         steps = len(blocks) * K
         assert steps == predicted or name == "continuous", (steps, predicted)  # where threads may be late
         tokens = [episode.ids[episode.prompt_length :] for episode in episodes]
-        occupancy = sum(lengths) / (steps * slots)
-        return {"seconds": turns.seconds[name], "tokens": tokens, "trace": trace, "steps": steps, "occupancy": occupancy}
+        occupied = sum(lengths) / (steps * slots)
+        return {"seconds": turns.seconds[name], "tokens": tokens, "trace": trace, "steps": steps, "occupancy": occupied}
 
     def run_both(self, lengths: list[int], slots: int) -> dict[str, dict]:
         turns = Turns(SIDES)

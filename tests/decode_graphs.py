@@ -26,16 +26,15 @@ class Decoder(ppo.Decoder):
 
     def __init__(self, sampler, B, stop_ids, args):
         super().__init__(sampler, B, stop_ids, args)
-        own = [x for x in vars(self).values() if isinstance(x, torch.Tensor)]
-        cached = [x for layer in self.cache.layers for x in layer]
-        self.memory = [*sampler.parameters(), *sampler.buffers(), *cached, self.cache.rows, *own]
+        own = [x for x in (self.cache.rows, *vars(self).values()) if isinstance(x, torch.Tensor)]
+        self.memory = [*sampler.parameters(), *sampler.buffers(), *(x for layer in self.cache.layers for x in layer), *own]
         self.made = 0
         decoders.append(self)
 
     def step(self, attend):
-        if attend > 200:
-            raise RuntimeError("a turn does not end")
         self.made += 1
+        if self.made > 2000:
+            raise RuntimeError("a turn does not end")
         super().step(attend)
 
 
@@ -47,11 +46,6 @@ def waits(sampler, rows, attend):
 def makes_anew(sampler, rows, attend):
     decode_step(sampler, rows, attend)
     rows.alive = rows.alive.clone()
-
-
-def uploads(sampler, rows, attend):
-    rows.limit += torch.tensor([0]).to(rows.limit.device)
-    decode_step(sampler, rows, attend)
 
 
 class NewMemory(Decoder):
@@ -74,7 +68,6 @@ FAULTS = {
     "none": {},
     "the host waits": {"compiled": lambda function: waits},
     "rows are made anew": {"compiled": lambda function: makes_anew},
-    "the host uploads": {"compiled": lambda function: uploads},
     "memory that nobody keeps": {"Decoder": NewMemory},
     "another temperature has other memory": {"Decoder": NewTemperature},
     "weights are replaced": {"change": replace},

@@ -1,10 +1,10 @@
 """Triton for a GPU on a machine without one: `python deviceless.py REPORT script.py '["--device=cuda", ...]' ...`
 
-Like simulated_cuda.py, on which it stands, but torch.compile does what it does on a GPU: Inductor writes Triton code.
-Triton's interpreter executes it in the host's memory. With the environment variable ARCH, 80 or 90, Triton compiles it
-for that architecture instead, and launches are recorded but not made. For the CPU build of PyTorch 2.13 and
-`pip install --no-deps triton==3.7.1`. Not simulated: the choice among the configurations of a kernel (the interpreter
-takes the first, all are compiled), the GPU's rounding, and matrix products and attention, which are the CPU's.
+Like simulated_cuda.py, on which it stands, but torch.compile writes Triton code, which Triton's interpreter executes in
+the host's memory. With the environment variable ARCH, 80 or 90, Triton compiles it for that architecture instead, and
+launches are recorded but not made. For the CPU build of PyTorch 2.13 and `pip install --no-deps triton==3.7.1`. Not
+simulated: the choice among the configurations of a kernel (the interpreter takes the first, all are compiled), the
+GPU's rounding, and matrix products and attention, which are the CPU's.
 
 `python deviceless.py OUT FUNCTION ARGUMENTS` saves what a function of test_triton.py returns, and what was compiled."""
 
@@ -76,13 +76,10 @@ def moved(kernel, args):
 
 def launch(self, *args, run=CachingAutotuner.run, **kwargs):
     launches.append((self, 0 if INTERPRET else moved(self, args)))
-    if not INTERPRET:
-        return
     args = [simulated_cuda.moved(x, 1) if isinstance(x, torch.Tensor) and x.is_cuda else x for x in args]
-    graph = simulated_cuda.Graph.capturing
-    if graph:
+    if graph := simulated_cuda.Graph.capturing:
         graph.launches.append((functools.partial(run, self), args, kwargs, None))
-    else:
+    elif INTERPRET:
         run(self, *args, **kwargs)
 
 
@@ -141,16 +138,15 @@ library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CU
 
 
 @functools.cache
-def usage(kernel):
-    """The most [registers, bytes of stack, bytes of shared memory] of a configuration of a kernel."""
-    rows = []
+def stack(kernel):
+    """The most bytes of stack that a configuration of a kernel takes."""
+    sizes = []
     for result in kernel.compile_results:
         with tempfile.NamedTemporaryFile() as file:
             Path(file.name).write_bytes(result.kernel.asm["cubin"])
             text = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True).stdout
-        numbers = dict(re.findall(r"(REG|STACK):(\d+)", text))
-        rows.append((int(numbers["REG"]), int(numbers["STACK"]), result.kernel.metadata.shared))
-    return [max(column) for column in zip(*rows)]
+        sizes.append(int(re.search(r"STACK:(\d+)", text)[1]))
+    return max(sizes)
 
 
 def main():
@@ -159,9 +155,9 @@ def main():
     out, function, arguments = sys.argv[1:]
     result = getattr(__import__("test_triton"), function)(*json.loads(arguments))
     counters = torch._dynamo.utils.counters
-    seen = {"launches": len(launches), "graphs": counters["stats"]["unique_graphs"]}
-    seen["usage"] = [] if INTERPRET else [usage(kernel) for kernel, _ in launches]
-    seen |= {"bytes": sum(size for _, size in launches), "breaks": list(counters["graph_break"])}
+    seen = {"graphs": counters["stats"]["unique_graphs"], "breaks": list(counters["graph_break"])}
+    seen |= {"launches": len(launches), "bytes": sum(size for _, size in launches)}
+    seen["stack"] = 0 if INTERPRET else max(stack(kernel) for kernel, _ in launches)
     torch.save((result, seen), out)
 
 

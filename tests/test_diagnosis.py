@@ -96,7 +96,8 @@ def test_first_ratio_of_the_run_that_is_not_1_ends_it(ppo, tmp_path, name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_healthy_run_with_the_defaults_is_silent(ppo, tmp_path, dtype):
     names = ("env_id", "kl_coef", "rollout_batch_size", "train_batch_size", "max_new_tokens")
-    run = record(ppo, tmp_path, num_iterations=3, sft_steps=40, dtype=dtype, **{name: getattr(ppo.Args(), name) for name in names})
+    defaults = {name: getattr(ppo.Args(), name) for name in names}
+    run = record(ppo, tmp_path, num_iterations=3, sft_steps=40, dtype=dtype, **defaults)
     assert not any("ratio: " in text or "critic: " in text for text in run.printed)
     assert all(row["ratio/last_dev"] > row["ratio/first_dev"] for row in run.rows)
 

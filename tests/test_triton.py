@@ -82,7 +82,7 @@ def deviceless(folder, function, *args):
 
 def test_updates(ppo, tmp_path):
     ours, seen = deviceless(tmp_path, "update", ppo.__name__, "cuda", SHAPES[:3])
-    assert seen["launches"] > 0
+    assert seen["launches"]
     for x, expected in zip(ours, update(ppo.__name__, "cpu", SHAPES[:3]), strict=True):
         assert (x - expected).abs().max() < 1e-5 * expected.abs().max()
 
@@ -94,31 +94,20 @@ def test_decode_steps(ppo, tmp_path):
     assert logprobs.min() < 0 and (logprobs - same_logprobs).abs().max() < 1e-5
 
 
-@pytest.fixture
-def iteration(ppo, tmp_path):
-    """Flags of a run of one iteration, of a model of one layer."""
+def test_an_iteration_of_a_sharded_rank(ppo, tmp_path):
+    """In float32 it is that of the CPU; in bfloat16 the first ratio is exactly 1."""
     tokenizer = ppo.HFTokenizer.from_texts([ALPHABET])
     model = make_model(ppo, tokenizer.vocab_size, num_hidden_layers=1)
     ppo.save_hf_checkpoint(model, tokenizer, tmp_path / "model")
-    return SMALL | dict(
+    flags = SMALL | dict(
         num_iterations=1, rollout_batch_size=4, train_batch_size=2, ppo_epochs=1, eval_episodes=1, entropy_coef=0.01,
-        actor_lr=1e-3, critic_lr=1e-3, model=str(tmp_path / "model"))  # fmt: skip
-
-
-GPU = dict(device="cuda", compile="on", run_name="gpu")
-
-
-def test_an_iteration_of_a_sharded_rank_is_that_of_the_cpu(ppo, iteration, tmp_path):
-    """In float32. The first decode step of a rollout makes a graph, by which the others are made."""
-    flags = iteration | dict(dtype="float32", kl_coef=0.1)
+        kl_coef=0.1, actor_lr=1e-3, critic_lr=1e-3, model=str(tmp_path / "model"), dtype="float32")  # fmt: skip
     ppo.train(ppo.Args(**flags | dict(log_dir=str(tmp_path), run_name="cpu")))
-    simulate(ppo, tmp_path, [flags | GPU], ranks=1, machinery=DEVICELESS)
-    assert_same_metrics(lines(tmp_path / "gpu"), lines(tmp_path / "cpu"), 1e-4)
-
-
-def test_the_first_ratio_is_exactly_one_in_bfloat16(ppo, iteration, tmp_path):
-    simulate(ppo, tmp_path, [iteration | GPU | dict(dtype="bfloat16")], ranks=1, machinery=DEVICELESS)
-    [row] = lines(tmp_path / "gpu")
+    gpu = flags | dict(device="cuda", compile="on")
+    runs = [gpu | dict(run_name="float"), gpu | dict(dtype="bfloat16", run_name="half")]
+    simulate(ppo, tmp_path, runs, ranks=1, machinery=DEVICELESS)
+    assert_same_metrics(lines(tmp_path / "float"), lines(tmp_path / "cpu"), 1e-4)
+    [row] = lines(tmp_path / "half")
     assert row["ratio/first_dev"] == 0 and row["ratio/last_dev"] > 0.001
 
 
@@ -130,14 +119,12 @@ def test_kernels_compile(ppo, tmp_path, monkeypatch, arch, shapes, graphs, stack
     _, of_decode = deviceless(tmp_path, "decode", ppo.__name__, "cuda", "bfloat16")
     assert of_update["graphs"] <= graphs and of_decode["graphs"] == 1
     for seen in of_update, of_decode:
-        assert not seen["breaks"] and max(of_stack for _, of_stack, _ in seen["usage"]) <= stack
+        assert not seen["breaks"] and seen["stack"] <= stack
 
 
 def test_the_head_keeps_no_logits_in_float32(ppo, tmp_path, monkeypatch):
     """Three reads in each of two forward passes, two and a write in the backward pass, all in two bytes a logit."""
     monkeypatch.setenv("ARCH", "90")
-    rows, hidden, vocab = 300, 64, 5000
-    size = hidden, 96, 4, 2, vocab
-    _, seen = deviceless(tmp_path, "update", ppo.__name__, "cuda", [[rows + 1]], "bfloat16", 0, size)
-    of_weights = (6 + 6 + 6) * hidden * vocab  # to bfloat16 in the forward passes, the gradient to float32
-    assert seen["bytes"] < (18 + 1) * rows * vocab + of_weights
+    _, seen = deviceless(tmp_path, "update", ppo.__name__, "cuda", [[301]], "bfloat16", 0, (64, 96, 4, 2, 5000))
+    of_weights = 3 * 6 * 64 * 5000  # to bfloat16 in the forward passes, the gradient to float32
+    assert seen["bytes"] < (18 + 1) * 300 * 5000 + of_weights
