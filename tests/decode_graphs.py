@@ -27,7 +27,8 @@ class Decoder(ppo.Decoder):
     def __init__(self, sampler, B, stop_ids, args):
         super().__init__(sampler, B, stop_ids, args)
         own = [x for x in (self.cache.rows, *vars(self).values()) if isinstance(x, torch.Tensor)]
-        self.memory = [*sampler.parameters(), *sampler.buffers(), *(x for layer in self.cache.layers for x in layer), *own]
+        layers = [x for layer in self.cache.layers for x in layer]
+        self.memory = [*sampler.parameters(), *sampler.buffers(), *layers, *own]
         self.made = 0
         decoders.append(self)
 
