@@ -125,7 +125,7 @@ class Args:
     ppo_epochs: int = 2  # epochs of the actor on each rollout
     critic_epochs: int | None = None  # epochs of the critic; default: --ppo-epochs
     actor_lr: float | None = None  # default: 5e-4, --model: 1e-5
-    critic_lr: float | None = None  # default: 0.064 / hidden_size: equal steps at any width
+    critic_lr: float | None = None  # default: 0.064 / hidden_size; see build_models
     lr_end: float = 0.05  # learning rates decay linearly to this fraction
     critic_warmup_iterations: int = 0  # of the critic alone; the actor's schedule waits
     max_grad_norm: float = 1.0  # maximum norm for gradient clipping
@@ -254,7 +254,7 @@ def train(args: Args) -> dict:
     connect(args)  # and those that are auto
     envs = make_envs(args)
     eval_envs = make_envs(args, evaluation=True)
-    # All of them begin as the actor after its warm start. Without --kl-coef there is no reference.
+    # A new run's actor makes its warm start here. With --kl-coef 0 the reference is None.
     tokenizer, actor, critic, reference, sampler = build_models(args, envs[0])
     reward_model = build_reward_model(args)
     actor_optimizer = make_optimizer(actor)
@@ -512,11 +512,11 @@ def make_experience(episodes, actor, critic, reference, args) -> Experience:
 
     # --- Rewards [N, T]: those of environment and reward model, minus the penalties
     rewards = experience.rewards
-    # FORK: reward shaping, by all ranks for all samples. In place: unlike the KL, the log has it.
+    # FORK: reward shaping, by all ranks for all samples. In place, so that the log shows it.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.missing_eos_penalty
-    if not args.kl_loss:
+    if not args.kl_loss:  # not logged as reward
         rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
     if not rewards.isfinite().all():
         raise UserError("a reward, or its penalty for the KL, is not finite")
@@ -559,7 +559,7 @@ def minibatches(
 # Episodes are played in waves of B rows that decode together. A row that is finished stays in the
 # batch, so that shapes do not change: in decode steps it uses the dummy position `cache.scratch`.
 
-ENVS_PER_ROW = 1.0  # see make_envs
+ENVS_PER_ROW = 1.0  # more would be idle
 
 
 @dataclass
@@ -604,7 +604,7 @@ class Episode:
         response = tokenizer.decode(ids)
         text, reward, terminated, truncated, info = env.step(response)
         self.conversation.append(("assistant", response))
-        # (end, reward) for response[:end] goes to the token that completes it.
+        # A pair (end, reward) is for the characters response[:end].
         for index, part in dense_rewards(info.get("rewards", ()), ids, tokenizer):
             self.rewards[start + index] += part
         self.rewards[-1] += float(reward)
@@ -667,7 +667,7 @@ def decode(decoder: Decoder, episodes: list[Episode], cached: int, args):
     for _ in progress_bar(blocks, "decoding"):
         if not decoder.alive.any():  # the host waits for the device
             break
-        used += decoder.steps
+        used += decoder.steps  # several without a wait; a row may end in between
         attend = min(round_up(used, 128), decoder.cache.size)  # few shapes and graphs
         for _ in range(decoder.steps):
             decoder.step(attend)  # a decode_step, on GPUs a CUDA graph
@@ -698,7 +698,7 @@ def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> lis
                 if not episode.stop
             ]
             decode(decoder, wave, cached, args)
-            # All but the newest token. The environment's text, which comes next, is not.
+            # The cache holds all tokens but the newest, and not the text that end_turn will add.
             cached = min(len(episode.ids) for episode, *_ in turns) - 1
             in_threads(Episode.end_turn, turns)
     return episodes

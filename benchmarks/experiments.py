@@ -153,7 +153,7 @@ def measure(run: Run, seed: int) -> dict:
         "key": run.key(seed), "samples": SAMPLES, "columns": columns,
         "samples_to_90": None if first is None else SAMPLES * (first + 5),
         "final": statistics.mean(accuracy[-10:]), "seconds": round(sum(row["time/iteration"] for row in rows)),
-        "actor_steps": rows[-1]["charts/actor_steps"] / len(rows),
+        "actor_steps": statistics.mean(len(row["ratio/steps"]) for row in rows),
         "diagnoses": sorted({line.strip() for line in output.splitlines() if re.match(" *ratio: ", line)}),
     }  # fmt: skip
 
