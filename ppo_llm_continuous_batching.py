@@ -1105,7 +1105,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, of_chunk=chunk_logp
     In chunks whose logits the backward pass computes again: all of them would need more memory
     than the model. `of_chunk` may be compiled.
     """
-    rows = max(1, (2**28 if hidden.is_cuda else 2**22) // len(weight))
+    rows = max(1, (2**27 if hidden.is_cuda else 2**22) // len(weight))
     weight = weight.float()  # the gradients of the chunks add up in float32
     chunks = [
         checkpoint(of_chunk, h, weight, t, temperature, use_reentrant=False)
