@@ -127,7 +127,8 @@ class Args:
     actor_lr: float | None = None  # default: 5e-4, --model: 1e-5
     critic_lr: float | None = None  # default: 0.064 / hidden_size; see build_models
     lr_end: float = 0.05  # learning rates decay linearly to this fraction
-    critic_warmup_iterations: int = 0  # of the critic alone; the actor's schedule waits
+    # of the critic alone; the actor's learning rate decays over the iterations that remain
+    critic_warmup_iterations: int = 0
     max_grad_norm: float = 1.0  # maximum norm for gradient clipping
 
     gamma: float = 1.0  # discount factor
@@ -161,7 +162,7 @@ DEFAULTS = {  # of flags whose default depends on --model: (without it, with it)
 
 
 # === 2. Mathematics of PPO ===
-# Tensors are [B, T]. `mask` is True where the actor sampled; elsewhere there may be anything.
+# Tensors are [B, T]. `mask` is True where the actor sampled; what is elsewhere is ignored.
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -299,7 +300,7 @@ def train(args: Args) -> dict:
 
         # --- Old log-probs, values, rewards, advantages: computed once, constant from here on
         if reward_model:
-            add_scores(episodes, reward_model, args)
+            add_scores(episodes, reward_model, args)  # to the reward of the last token
         # FORK: choice of the samples. If their number changes, so must plan_steps.
         experience = make_experience(episodes, actor, critic, reference, args)
         clock.end("score")
@@ -332,7 +333,7 @@ def train(args: Args) -> dict:
         epochs = args.ppo_epochs if state.iteration >= args.critic_warmup_iterations else 0
         actor_stats = []  # of each optimizer step
         early_stop = None  # statistics of the minibatch at which --target-kl ended the epochs
-        weights_before = some_weights(actor)  # for the diagnosis
+        weights_before = some_weights(actor)  # for diagnose_ratio: has the actor changed?
         for epoch in range(epochs):
             for n_tokens, minibatch in minibatches(experience, epoch, state, args):
                 stats = []
@@ -365,7 +366,7 @@ def train(args: Args) -> dict:
                 break
         clock.end("actor")
 
-        # --- New weights for sampler and reference, diagnosis, log, checkpoint
+        # --- New weights for sampler and reference, diagnosis of the ratio, log, checkpoint
         copy_weights(actor, sampler)
         if args.ref_sync_every and (state.iteration + 1) % args.ref_sync_every == 0:
             copy_weights(actor, reference)
@@ -482,7 +483,7 @@ def forward_all(function: Callable, experience: Experience, args) -> Tensor:
     """`function(microbatch)` [B, T] of all samples, [N, T]. Every rank computes a share of it."""
     out = torch.zeros(experience.tokens.shape, device=args.device)
     everything = torch.arange(len(out))
-    for rows in microbatches(everything, experience.lengths, args.micro_batch_tokens):
+    for rows in microbatches(everything, experience.lengths, args.micro_batch_tokens):  # my share
         # torch.compile makes another graph if gradients are off, which rounds differently: the
         # first ratio would not be 1 in bfloat16. Compiled models therefore score with gradients on.
         with torch.set_grad_enabled(args.compile == "on"):
@@ -516,7 +517,7 @@ def make_experience(episodes, actor, critic, reference, args) -> Experience:
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.missing_eos_penalty
-    if not args.kl_loss:  # not logged as reward
+    if not args.kl_loss:  # in a new tensor: the reward that is logged is without it
         rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
     if not rewards.isfinite().all():
         raise UserError("a reward, or its penalty for the KL, is not finite")
@@ -629,7 +630,9 @@ def decode_step(sampler: Transformer, decoder: Decoder, attend: int):
     """Sample one token in every row that is alive. The host does not wait for the device.
 
     The input is the newest token of a row. It is not in the cache yet: this forward puts it there.
-    Attention reads the first `attend` positions of the cache.
+    Attention reads the first `attend` positions of the cache. The decoder's `tokens` and `logprobs`
+    are [B, S + 1], with the dummy position as last column; `length`, `limit` (of the length),
+    `keys` (of the noise) and `alive` are [B].
     """
     scratch = decoder.cache.scratch
     position = torch.where(decoder.alive, decoder.length - 1, scratch)[:, None]  # [B, 1]
@@ -730,6 +733,7 @@ def check_config(config: PretrainedConfig) -> PretrainedConfig:
         raise ValueError("hidden_act must be silu, use_sliding_window off")
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
+    rope_frequencies(config)  # raises if a number is text
     return config
 
 
@@ -1080,22 +1084,27 @@ def gumbel_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
 # === 7. Tokenizer and Hugging Face checkpoints ===
 
 
+def read_json(path: Path):
+    return json.loads(path.read_text("utf-8"))
+
+
 class HFTokenizer:
     """Text <-> ids, chat template and stop ids of a Hugging Face folder."""
 
     def __init__(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None):
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()
         with attempt(f"load tokenizer.json and tokenizer_config.json of {folder}"):
             self.hf = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder)
             stop_ids = {self.hf.eos_token_id}
             for name in ("config.json", "generation_config.json"):
                 if (self.folder / name).is_file():
-                    ids = json.loads((self.folder / name).read_text()).get("eos_token_id")
+                    ids = read_json(self.folder / name).get("eos_token_id")
                     stop_ids.update(ids if isinstance(ids, list) else [ids])
+            # A negative id stands for none.
+            self.stop_ids = sorted(int(i) for i in stop_ids - {None} if int(i) >= 0)
         self.tokenizer = self.hf.backend_tokenizer  # much faster than through transformers
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
-        self.stop_ids = sorted(stop_ids - {None})
         if not self.stop_ids:
             raise UserError(f"{folder}: no eos token in any of its config files")
         self.eos_id = self.stop_ids[0] if self.hf.eos_token_id is None else self.hf.eos_token_id
@@ -1107,7 +1116,8 @@ class HFTokenizer:
         """A character tokenizer over what `texts` contain: a BPE without merges."""
         special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
         vocab = [*special.values(), *sorted(set("".join(texts)))]
-        bpe = tokenizers.models.BPE({x: i for i, x in enumerate(vocab)}, [], unk_token="<unk>")
+        with attempt("make a tokenizer of the characters in the prompts"):
+            bpe = tokenizers.models.BPE({x: i for i, x in enumerate(vocab)}, [], unk_token="<unk>")
         tokenizer = tokenizers.Tokenizer(bpe)
         tokenizer.decoder = tokenizers.decoders.Fuse()
         return cls("embedded", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
@@ -1120,14 +1130,25 @@ class HFTokenizer:
                 messages, tokenize=False, add_generation_prompt=generation_prompt
             )
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, context: str = "", add_special_tokens: bool = False) -> list[int]:
+        """Ids of `text` as it follows `context`: some tokenizers begin a text with a space.
+
+        If a token spans both, they are the ids of `text` alone.
+        """
+        start, whole = len(context), context + text
+        with attempt(f"encode {text!r:.80}"):  # which may be half of a surrogate pair
+            encoding = self.tokenizer.encode(whole, add_special_tokens=add_special_tokens)
+        if any(a < start < b for a, b in encoding.offsets):
+            return self.encode(text)
+        return [i for i, (a, _) in zip(encoding.ids, encoding.offsets) if a >= start]
+
+    def render_prompt(self, prompt: str) -> str:
+        """A user turn in the chat template, or plain text."""
+        return self.render(("user", prompt)) if self.hf.chat_template else prompt
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """A user turn in the chat template, or plain text, with BOS where the tokenizer adds it."""
-        if self.hf.chat_template:
-            return self.encode(self.render(("user", prompt)))
-        return self.encode(prompt, add_special_tokens=True)
+        """With BOS where the template or, without one, the tokenizer adds it."""
+        return self.encode(self.render_prompt(prompt), add_special_tokens=not self.hf.chat_template)
 
     def encode_conversation(self, *turns: tuple[str, str]) -> list[int]:
         """(role, content) of each turn, complete, as a reward model reads them."""
@@ -1138,14 +1159,15 @@ class HFTokenizer:
 
     def encode_feedback(self, text: str) -> list[int]:
         """What the chat template puts between two turns of the assistant, around `text`."""
-        if self.hf.chat_template:
-            whole = self.render(("user", "-"), ("assistant", "<<turn>>"), ("user", text))
-            _, answer, text = whole.partition("<<turn>>")
-            if not answer:
-                raise UserError(f"the chat template of {self.folder} leaves out earlier turns")
-            stop_tokens = filter(None, self.hf.convert_ids_to_tokens(self.stop_ids))
-            text = re.sub(rf"^\s*({'|'.join(map(re.escape, stop_tokens))})", "", text)  # sampled
-        return self.encode(text)
+        stop_tokens = list(filter(None, self.hf.convert_ids_to_tokens(self.stop_ids)))
+        if not self.hf.chat_template:
+            return self.encode(text, context=stop_tokens[0])
+        whole = self.render(("user", "-"), ("assistant", "<<turn>>"), ("user", text))
+        _, answer, tail = whole.partition("<<turn>>")
+        if not answer:
+            raise UserError(f"the chat template of {self.folder} leaves out earlier turns")
+        tail = re.sub(rf"^\s*({'|'.join(map(re.escape, stop_tokens))})", "", tail)  # was sampled
+        return self.encode(tail, context=whole.removesuffix(tail))
 
     def decode(self, ids: list[int]) -> str:
         """Text without special tokens, and without stop tokens, which may not be special."""
@@ -1184,17 +1206,29 @@ def load_weights(model: Transformer, folder: str, needs_head: bool = True):
     the model's, which then keeps its weights.
     """
     missing = dict(model.named_parameters())
-    with attempt(f"load the safetensors of {folder}"):
-        for path in sorted(Path(folder).glob("*.safetensors")):
-            with safetensors.safe_open(path, "pt") as file:
-                for name in file.keys():
-                    if name in missing:
-                        assign(missing.pop(name), file.get_tensor(name), name)
-                    elif name not in HEADS and "rotary_emb" not in name:
-                        raise ValueError(f"the model has no {name}")
+    with attempt(f"load model.safetensors, or the files of its index, in {folder}"):
+        files = weight_map(folder)
+        read = lambda name: safetensors.safe_open(files[name], "pt").get_tensor(name)
+        for name in files:
+            if name in missing:
+                assign(missing.pop(name), read(name), name)
+            elif name not in HEADS and "rotary_emb" not in name:
+                raise ValueError(f"the model has no {name}")
         missing = [name for name in missing if needs_head or name not in HEADS]
         if missing:
             raise ValueError(f"the files lack {', '.join(missing[:3])}")
+        if model.tied and "lm_head.weight" in files:
+            if not torch.equal(read("lm_head.weight"), read("model.embed_tokens.weight")):
+                raise ValueError("lm_head.weight differs: set tie_word_embeddings to false")
+
+
+def weight_map(folder: str) -> dict[str, Path]:
+    """{tensor: file}. As in transformers, other files of the folder are ignored."""
+    file = Path(folder, "model.safetensors")
+    if file.is_file():
+        return dict.fromkeys(safetensors.safe_open(file, "pt").keys(), file)
+    index = read_json(Path(folder, "model.safetensors.index.json"))
+    return {tensor: Path(folder, name) for tensor, name in index["weight_map"].items()}
 
 
 HEADS = ("lm_head.weight", "score.weight")
@@ -1225,7 +1259,7 @@ def full_tensor(x: Tensor) -> Tensor:
 
 
 def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
-    """Write a folder that transformers can load: a language model or, of a critic, a classifier."""
+    """Write a folder for transformers 4 and 5: a language model or, of a critic, a classifier."""
     weights = {}
     for name, p in model.named_parameters():
         whole = full_tensor(p.detach())  # a collective call
@@ -1239,9 +1273,26 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
         if model.head == "scalar":
             config.num_labels = 1
             config.pad_token_id = tokenizer.pad_id  # transformers finds the last token by it
+        vars(config).pop("quantization_config", None)  # the weights are no longer quantized
+        rope = config.rope_parameters
+        # Transformers 4 reads these names, version 5 reads them, too.
+        names = {
+            "config": {
+                "rope_theta": rope["rope_theta"],
+                "rope_scaling": None if rope["rope_type"] == "default" else rope,
+            },
+            "tokenizer_config": {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "additional_special_tokens": tokenizer.hf.extra_special_tokens,
+                "extra_special_tokens": {},
+            },
+        }
         with attempt(f"write {path}"):
             tokenizer.hf.save_pretrained(path)
             config.save_pretrained(path)
+            for name, changes in names.items():
+                file = path / f"{name}.json"
+                file.write_text(json.dumps(read_json(file) | changes, indent=2))
             generation_config = tokenizer.folder / "generation_config.json"
             if generation_config.is_file():
                 shutil.copy(generation_config, path)
@@ -1298,8 +1349,10 @@ def load_rows(path: str, convert: Callable) -> list[dict]:
     """The JSON objects of a file, one per line, in a random order that is always the same."""
     rows = []
     with attempt(f"read {path}"):
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = Path(path).read_text("utf-8-sig").split("\n")
     for i, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         with attempt(f"use line {i} of {path}"):
             row = convert(json.loads(line))
             if not isinstance(row["prompt"], str):
@@ -1334,7 +1387,7 @@ class Prompts(gym.Env):
         return row | {"prompt": row["messages"][0]["content"]}
 
     def reset(self, *, seed=None, options=None):
-        self.row = self.rows[(seed or 0) % len(self.rows)]
+        self.row = copy.deepcopy(self.rows[(seed or 0) % len(self.rows)])
         return self.row["prompt"], self.row
 
     def step(self, response):
@@ -1424,7 +1477,6 @@ def make_envs(args, evaluation: bool = False) -> list[gym.Env]:
     count = math.ceil(ENVS_PER_ROW * decoder_rows(args))
     flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
     if evaluation:
-        count = min(count, -(-args.eval_episodes // WORLD_SIZE))
         flags += f" --eval-env-kwargs {args.eval_env_kwargs}"
     with attempt(f"make the environment of {flags}"):
         kwargs = dict(**json.loads(args.env_kwargs))
@@ -1576,9 +1628,9 @@ def attempt(task: str, kind: type[UserError] = UserError):
     """Turn exceptions into a UserError that says which task failed, and how."""
     try:
         yield
-    except UserError:
+    except (UserError, GeneratorExit):
         raise
-    except (Exception, dcp.api.CheckpointException) as error:
+    except BaseException as error:  # also the SystemExit of a reward function
         if isinstance(error, dcp.api.CheckpointException):
             error, _ = next(iter(error.failures.values()))  # of one of the ranks
         raise kind(f"cannot {task}: {type(error).__name__}: {error!s:.300}") from error
@@ -1606,6 +1658,7 @@ def validate(args):
     for name, (embedded, with_model) in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, with_model if args.model else embedded)
+    args.log_dir = os.path.abspath(args.log_dir)  # user code may change the working directory
     if args.critic_epochs is None:
         args.critic_epochs = args.ppo_epochs
     for name, value in vars(args).items():
@@ -1889,9 +1942,10 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
         for k in range(SFT_BATCH_SIZE):
             episode = Episode(first + i * SFT_BATCH_SIZE + k)
             info = episode.begin(env, tokenizer, args)
+            _, prompt = episode.conversation[0]
             with attempt(f"use the demonstration of seed {episode.seed}"):
-                ids = [*tokenizer.encode(info["demonstration"]), tokenizer.eos_id]
-            ids = ids[: args.max_new_tokens]
+                ids = tokenizer.encode(info["demonstration"], tokenizer.render_prompt(prompt))
+            ids = [*ids, tokenizer.eos_id][: args.max_new_tokens]
             episode.add(ids, [0.0] * len(ids))
             episodes.append(episode)
         experience = Experience.of(episodes)
@@ -1934,7 +1988,9 @@ class Run:
         self.stop_signal = 0  # that any rank has received
         self.signal = torch.zeros(())  # that this rank has received
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.stop)
+            before = signal.signal(number, self.stop)
+            # Processes that a reward function forks must end when they are told to.
+            os.register_at_fork(after_in_child=functools.partial(signal.signal, number, before))
         env, now = args.env_id.split(":")[-1], time.strftime("%Y%m%d-%H%M%S")
         names = [args.run_name or f"{env}__{Path(__file__).stem}__{args.seed}__{now}"]
         dist.broadcast_object_list(names)
@@ -2078,6 +2134,19 @@ def file_sizes(path: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
 
 
+def is_complete(path: Path) -> bool:
+    """Whether the checkpoint has all its files. DCP does not see that one is missing."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return read_json(path / "state.json")["sizes"] == file_sizes(path)
+    return False
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Those of a run, oldest first. What has another name belongs to the user."""
+    found = sorted(folder.glob("iter_*"))
+    return [path for path in found if re.fullmatch(r"iter_\d+", path.name) and is_complete(path)]
+
+
 KEEP_CHECKPOINTS = 2
 
 
@@ -2094,8 +2163,9 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
         if RANK == 0:
             content = {"state": vars(state), "args": vars(args), "sizes": file_sizes(partial)}
             (partial / "state.json").write_text(json.dumps(content))
+            shutil.rmtree(path, ignore_errors=True)  # an incomplete one
             partial.rename(path)
-            for old in sorted(path.parent.glob("iter_*"))[:-KEEP_CHECKPOINTS]:
+            for old in complete_checkpoints(path.parent)[:-KEEP_CHECKPOINTS]:
                 shutil.rmtree(old)
     print0(f"saved {path}")
 
@@ -2105,7 +2175,7 @@ def find_checkpoint(args) -> Path | None:
     if args.resume is None:
         return None
     if args.resume == "auto":
-        found = sorted(Path(args.log_dir, args.run_name).glob("checkpoints/iter_*"))
+        found = complete_checkpoints(Path(args.log_dir, args.run_name, "checkpoints"))
         return found[-1] if found else None
     return Path(args.resume)
 
@@ -2116,13 +2186,13 @@ def resume(args, checkpointed: dict) -> TrainState:
     if path is None:
         return TrainState()
     with attempt(f"resume from {path}"):
-        content = json.loads((path / "state.json").read_text())
+        if not is_complete(path):
+            raise ValueError("files are missing, or not as long as they were")
+        content = read_json(path / "state.json")
         for name, value in vars(args).items():
             before = content["args"].get(name)
             if value != before and name not in ("resume", "run_name", "log_dir"):
                 print0(f"  --{name.replace('_', '-')} {value}, in the checkpoint {before}")
-        if content["sizes"] != file_sizes(path):  # DCP does not see that a file is missing
-            raise ValueError("files are missing, or not as long as they were")
         reader = dcp.HuggingFaceStorageReader(str(path))
         dcp.load(checkpoint_tensors(checkpointed), storage_reader=reader)
         state = TrainState(**content["state"])
@@ -2131,7 +2201,8 @@ def resume(args, checkpointed: dict) -> TrainState:
 
 
 def main():
-    sys.path.append("")  # find modules of the user in the working directory, too
+    sys.path.append(os.getcwd())  # find modules of the user in the working directory, too
+    sys.stdout.reconfigure(errors="backslashreplace")  # where it cannot show all characters
     try:
         train(tyro.cli(Args, console_outputs=RANK == 0))
     except UserError as error:

@@ -1,6 +1,7 @@
 """Small text environments for the tests, well-behaved and broken ones. Importing the module registers them."""
 
 import math
+import sys
 import time
 
 import gymnasium as gym
@@ -75,6 +76,14 @@ class Raises(TextEnv):
         raise RuntimeError("the judge is out of order")
 
 
+class Exits(TextEnv):
+    turn = lambda self, response: sys.exit(3)
+
+
+class HalfAPair(TextEnv):
+    turn = lambda self, response: ("\ud83d", 0.0, False, False, {})
+
+
 class Hangs(TextEnv):
     turn = lambda self, response: time.sleep(3600)
 
@@ -87,7 +96,7 @@ class WrongSignature(TextEnv):
     step = lambda self, response, extra: self.turn(response)
 
 
-for cls in TwoTurns, Endless, Dense, Lengths, Raises, Hangs, FourValues, WrongSignature:
+for cls in TwoTurns, Endless, Dense, Lengths, Raises, Exits, HalfAPair, Hangs, FourValues, WrongSignature:
     gym.register(f"{cls.__name__}-v0", entry_point=cls)
 gym.register("Plain-v0", entry_point=TextEnv)
 gym.register("Constant-v0", entry_point=Reward)

@@ -86,6 +86,7 @@ def test_environment_that_cannot_be_made(ppo, tmp_path, env_id, kwargs, part):
 @pytest.mark.parametrize(("returns", "begun", "part"), [
     (("prompt",), False, "cannot reset the environment with seed 0"),
     ((b"prompt", {}), True, "with seed 0: TypeError"), (("", {}), True, "the prompt '' has 0 tokens"),
+    (("abc\ud83d", {}), False, "cannot make a tokenizer of the characters in the prompts: "),
     (("abcd" * 5, {}), True, "--max-prompt-tokens 16: the prompt 'abcdabcdabcdabcdabcd' has 20 tokens"),
 ])  # fmt: skip
 def test_environment_whose_prompts_are_malformed_or_too_long(ppo, tmp_path, returns, begun, part):
@@ -96,10 +97,11 @@ def test_environment_whose_prompts_are_malformed_or_too_long(ppo, tmp_path, retu
 @pytest.mark.both
 @pytest.mark.parametrize(("env", "part"), [
     ("RewardNaN", "not finite"), ("RewardNone", "'NoneType'"), ("Raises", "RuntimeError: the judge is out of order"),
-    ("FourValues", "expected 5, got 4"), ("WrongSignature", "TypeError"),
+    ("FourValues", "expected 5, got 4"), ("WrongSignature", "TypeError"), ("Exits", "SystemExit: 3"),
+    ("HalfAPair", r"cannot encode '\ud83d': TypeError"),
 ])  # fmt: skip
 def test_environment_that_fails_is_named_with_the_seed(ppo, tmp_path, env, part):
-    episode = "cannot play the episode with seed 0: "
+    episode = "" if env == "HalfAPair" else "cannot play the episode with seed 0: "
     refuse(ppo, tmp_path, episode, part, begun=True, env_id=f"environments:{env}-v0")
 
 
@@ -108,7 +110,7 @@ def test_environment_that_fails_is_named_with_the_seed(ppo, tmp_path, env, part)
     ("GSM8K-v0", GSM8K_LINE + "\n" + GSM8K_LINE[:-9], "use line 2 of"), ("GSM8K-v0", "{'caf\xe9'}", "utf-8"),
     ("GSM8K-v0", PROMPT, "KeyError: 'answer'"), ("GSM8K-v0", '{"answer": "two"}', "no '#### number' in the answer"),
     *[("Prompts-v0", PROMPT + "\n" + line, f"use line 2 of ROWS: {part}") for line, part in [
-        (PROMPT[:-1], "JSON"), ("\n", "JSON"), ('{"text": "ab="}', "KeyError: 'prompt'"), ("5", "TypeError"),
+        (PROMPT[:-1], "JSON"), ('{"text": "ab="}', "KeyError: 'prompt'"), ("5", "TypeError"),
         ('{"prompt": 5}', "ValueError: the prompt must be text"),
         (MESSAGES("user", text=[{"type": "text"}]), "ValueError: the prompt must be text"),
         *[(MESSAGES(*roles), "ValueError: messages must be a single one, with the role user")
@@ -153,7 +155,10 @@ def test_rewards_of_a_fork_that_are_not_finite(ppo, tmp_path):
     ("--max-new-tokens: 24 with the prompt, a model takes 23", dict(config={"max_position_embeddings": 23})),
     ("not a folder with a config.json", dict(without="config.json")),
     ("cannot load tokenizer.json", dict(without="tokenizer.json")),
-    ("the files lack model.embed_tokens.weight", dict(without="model.safetensors")),
+    ("model.safetensors.index.json", dict(without="model.safetensors")),
+    *[("config.json: TypeError", dict(config={"rope_parameters": None, "rope_theta": x})) for x in ("5000", None)],
+    ("Field 'rms_norm_eps' expected float", dict(config={"rms_norm_eps": None})),
+    *[("Field 'eos_token_id'", dict(config={"eos_token_id": x})) for x in (["2"], [[2]], "<eos>")],
 ])  # fmt: skip
 def test_model_that_does_not_fit(ppo, tmp_path, part, changes):
     path, args = tmp_path / "model", ppo.Args()
@@ -168,3 +173,33 @@ def test_model_that_does_not_fit(ppo, tmp_path, part, changes):
     (path / changes.get("without", "nothing")).unlink(missing_ok=True)
     where = path if "--" not in part else ""  # else the flag says where
     refuse(ppo, tmp_path, where, part, model=str(path), max_prompt_tokens=16, max_new_tokens=8)
+
+
+JUDGE = """
+import multiprocessing, os, signal, time
+
+def reward(prompt, response, row):
+    os.chdir("/")
+    row["answers"].pop()  # its own row, not that of the next sample
+    for end in signal.SIGTERM, signal.SIGINT:
+        child = multiprocessing.Process(target=time.sleep, args=(1000,), daemon=True)
+        child.start()
+        child.join(0.1)
+        os.kill(child.pid, end)
+        child.join()
+    with multiprocessing.Pool(1) as pool:
+        return pool.apply(float, ["0.5"])
+"""
+
+
+@pytest.mark.both
+def test_what_reward_functions_do(ppo, tmp_path, monkeypatch):
+    """They change the directory and their row, and fork processes. Prompts may be what the terminal cannot show."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    (tmp_path / "judge.py").write_text(JUDGE)
+    (tmp_path / "rows.jsonl").write_text('\n\n{"prompt": "ö\u2028=", "answers": [[1]]}\n \n', encoding="utf-8")
+    kwargs = json.dumps({"path": "rows.jsonl", "reward": "judge:reward"})
+    flags = dict(env_id="Prompts-v0", env_kwargs=kwargs, num_iterations=1, log_dir="runs")
+    code, output = finish(start([sys.executable, ppo.__file__, *flags_of(**flags)], tmp_path), timeout=120)
+    assert code == 0 and "reward 0.500" in output and r"\xf6" in output, output
+    assert (tmp_path / "runs" / "run" / "model" / "model.safetensors").is_file()

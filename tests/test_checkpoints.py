@@ -144,7 +144,7 @@ def test_an_old_checkpoint_begins_a_new_run(ppo, copied, tmp_path, capsys):
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     with pytest.raises(ppo.UserError, match=r"--run-name: \S*new exists"):
         train(ppo, tmp_path, resume=checkpoint, run_name="new")
-    with pytest.raises(ppo.UserError, match=r"cannot resume from \S*nowhere: .*No such file"):
+    with pytest.raises(ppo.UserError, match=r"cannot resume from \S*nowhere: .*files are missing"):
         train(ppo, tmp_path, resume=str(tmp_path / "nowhere"), run_name="newer")
 
 
@@ -168,14 +168,30 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_cannot_be_resumed_is_one_line(ppo, copied, tmp_path, damage):
+def test_what_cannot_be_resumed_is_one_line(ppo, whole, copied, tmp_path, damage):
+    """If files are missing or cut, as after a power failure, `auto` takes the checkpoint before."""
     DAMAGE[damage](newest(copied))
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     flags = dict(env_id="SortDigits-v0") if damage == "other flags" else {}  # an alphabet of another size
     with pytest.raises(ppo.UserError, match=r"cannot resume from \S*iter_000003: \w+: ") as error:
-        train(ppo, tmp_path, resume="auto", **flags)
+        train(ppo, tmp_path, resume=str(newest(copied)), run_name="new", **flags)
     assert "\n" not in str(error.value)
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    if damage not in ("damaged file", "other flags"):
+        assert_same(whole, train(ppo, tmp_path, resume="auto"))
+
+
+def test_folders_of_other_names_are_the_users(ppo, copied, tmp_path):
+    """They are neither resumed nor deleted. An incomplete checkpoint is neither, until one takes its place."""
+    checkpoints = copied / "checkpoints"
+    for name in ("iter_000001_best", "iter_000009_bad"):
+        shutil.copytree(newest(copied), checkpoints / name)
+    (checkpoints / "iter_000009.sha256").write_text("")
+    (checkpoints / "iter_000008").write_text("")
+    (checkpoints / "iter_000004" / "of somebody").mkdir(parents=True)
+    train(ppo, tmp_path, resume="auto", num_iterations=5)
+    names = "iter_000001_best iter_000004 iter_000005 iter_000008 iter_000009.sha256 iter_000009_bad"
+    assert sorted(path.name for path in checkpoints.iterdir()) == names.split()
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import tokenizers
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.shared
 
@@ -25,7 +25,7 @@ LLAMA3_ROPE = {
 
 
 def character_tokenizer(bos=False):
-    characters = sorted({chr(i) for i in range(32, 127)} | set("\näß中"))
+    characters = sorted({chr(i) for i in range(32, 127)} | set("\näß中▁"))
     vocab = {token: i for i, token in enumerate([*SPECIAL, *characters])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>"))
     tokenizer.decoder = tokenizers.decoders.Fuse()
@@ -66,7 +66,7 @@ def test_the_character_tokenizer_gives_back_the_text_and_skips_other_ids(ppo, te
 @pytest.mark.parametrize("files, stop_ids, eos_id", [
     ({"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": [0, 3]}}, [0, 2, 3], 2),
     ({"tokenizer_config": {"eos_token": {"content": "<|eot|>", "__type": "AddedToken"}}}, [3], 3),
-    ({"tokenizer_config": {}, "config": {"eos_token_id": [2, 0]}}, [0, 2], 0),
+    ({"tokenizer_config": {}, "config": {"eos_token_id": [2, 0, -1]}}, [0, 2], 0),  # -1 stands for none
     ({"tokenizer_config": None, "config": {"eos_token_id": None}, "generation_config": {"eos_token_id": 2}}, [2], 2),
 ])  # fmt: skip
 def test_stop_ids_are_those_of_config_generation_config_and_tokenizer(ppo, tmp_path, files, stop_ids, eos_id):
@@ -88,6 +88,31 @@ def test_bos_is_once_before_the_prompt_and_feedback_begins_after_the_stop_token(
     only_the_first = ppo.HFTokenizer(write_tokenizer(tmp_path, "{{ messages[0].content }}"))
     with pytest.raises(ppo.UserError, match="leaves out earlier turns"):
         only_the_first.encode_feedback("hello")
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_texts_have_the_ids_that_they_have_in_the_whole_conversation(ppo, tmp_path, scheme):
+    """SentencePiece's tokenizers begin a text with a space. The template has plain text after the stop token."""
+    turn = "{% for m in messages %}{{ ('Q: ' if m.role == 'user' else 'A: ') + m.content + '<|im_end|>' }}{% endfor %}"
+    for template in turn + "{% if add_generation_prompt %}A:{% endif %}", None:
+        write_tokenizer(tmp_path, template)
+        file = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        file.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        file.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = ppo.HFTokenizer(tmp_path)
+        prompt = tokenizer.encode_prompt("hello")
+        answer = tokenizer.encode("yes or no", tokenizer.render_prompt("hello"))
+        feedback = tokenizer.encode_feedback("Too low.")
+        whole = "Q: hello<|im_end|>A:yes or no<|im_end|>Q: Too low.<|im_end|>A:" if template else (
+            "helloyes or no<|im_end|>Too low.")  # fmt: skip
+        assert [*prompt, *answer, 2, *feedback] == tokenizer.encode(whole)
+
+
+def test_a_text_that_shares_a_token_with_the_one_before_is_encoded_alone(ppo):
+    bpe = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "<eos>": 3}, [("a", "b")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(bpe), eos_token="<eos>")
+    tokenizer = ppo.HFTokenizer("none", fast)
+    assert (tokenizer.encode("bab", "a"), tokenizer.encode("ab", "a")) == ([1, 2], [2])
 
 
 def test_a_conversation_ends_with_its_response(ppo, tmp_path):
@@ -195,7 +220,7 @@ tensor = lambda *change: lambda folder: edit(folder, *change)
 
 
 @pytest.mark.parametrize("named, damage", [
-    ("config.json", remove("config.json")), ("config.json", cut("config.json", 9)), ("lack", remove(WEIGHTS)),
+    ("config.json", remove("config.json")), ("config.json", cut("config.json", 9)), ("index.json", remove(WEIGHTS)),
     ("safetensors", cut(WEIGHTS, -9)), ("safetensors", cut(WEIGHTS, 0)), ("lora", tensor("lora", torch.zeros(2))),
     (NORM, tensor(NORM, torch.zeros(7))), (NORM, tensor(NORM, None)), ("lm_head", tensor("lm_head.weight", None)),
     ("tokenizer.json", remove("tokenizer.json")), ("tokenizer.json", cut("tokenizer.json", 99)),
@@ -209,6 +234,43 @@ def test_damaged_folders_are_one_line_that_names_file_or_tensor(ppo, tmp_path, n
         ppo.load_hf_checkpoint(tmp_path)
         ppo.HFTokenizer(tmp_path)
     assert named in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_weights_are_read_from_the_files_that_the_checkpoint_names(ppo, tmp_path, head):
+    """model.safetensors or, without it, for each name the file that the index gives. Others are ignored."""
+    model, tokens = random_model(ppo, head), torch.arange(9)[None]
+    ppo.save_hf_checkpoint(model, ppo.HFTokenizer(write_tokenizer(tmp_path)), tmp_path)
+    state = safetensors.torch.load_file(tmp_path / WEIGHTS)
+    zeros = {name: torch.zeros_like(x) for name, x in state.items()}
+    for name in ("a.safetensors", "z.safetensors", "adapter_model.safetensors", "model.fp16.safetensors"):
+        safetensors.torch.save_file(zeros, tmp_path / name)
+    (tmp_path / "._model.safetensors").write_bytes(b"of a Mac")
+    index = {"weight_map": dict.fromkeys(state, "z.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(ppo.load_hf_checkpoint(tmp_path, head)[0](tokens), model(tokens))
+    (tmp_path / WEIGHTS).unlink()
+    assert ppo.load_hf_checkpoint(tmp_path, head)[0](tokens).abs().max() == 0
+    parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    weight_map = {name: parts[i % 2] for i, name in enumerate(state)}
+    for part in parts:  # each has all names, and the values of those that the index takes from it
+        content = {name: x if weight_map[name] == part else zeros[name] for name, x in state.items()}
+        safetensors.torch.save_file(content, tmp_path / part)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(ppo.load_hf_checkpoint(tmp_path, head)[0](tokens), model(tokens))
+    (tmp_path / parts[1]).unlink()
+    with pytest.raises(ppo.UserError, match=parts[1]):
+        ppo.load_hf_checkpoint(tmp_path, head)
+
+
+def test_a_head_that_is_not_the_tied_embedding_is_refused(ppo, tmp_path):
+    model, tokens = random_model(ppo, tie_word_embeddings=True), torch.arange(9)[None]
+    ppo.save_hf_checkpoint(model, ppo.HFTokenizer(write_tokenizer(tmp_path)), tmp_path)
+    edit(tmp_path, "lm_head.weight", model.model.embed_tokens.weight.detach().clone())
+    assert torch.equal(ppo.load_hf_checkpoint(tmp_path)[0](tokens), model(tokens))
+    edit(tmp_path, "lm_head.weight", torch.randn_like(model.lm_head.weight))
+    with pytest.raises(ppo.UserError, match="differs: set tie_word_embeddings to false"):
+        ppo.load_hf_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [True, False])

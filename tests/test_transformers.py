@@ -35,7 +35,8 @@ def hf_tokenizer():
     pad, _, eos = special = ["<pad>", "<|im_start|>", "<|im_end|>"]
     settings = dict(vocab_size=320, special_tokens=special, initial_alphabet=pre.ByteLevel.alphabet())
     bpe.train_from_iterator(SENTENCES * 3, tokenizers.trainers.BpeTrainer(**settings))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHATML, eos_token=eos, pad_token=pad)
+    special = dict(eos_token=eos, pad_token=pad, additional_special_tokens=special[1:2])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHATML, **special)
 
 
 def hf_folder(folder, family="qwen2, tied", auto=CAUSAL, **changes):
@@ -83,6 +84,7 @@ def test_folders_of_transformers_load_here_and_exports_load_there(ppo, tmp_path,
     folder, tokens = hf_folder(tmp_path / "in", family), torch.randint(3, VOCABULARY, (2, 100))
     (ours, config), tokenizer = ppo.load_hf_checkpoint(folder), ppo.HFTokenizer(folder)
     same_in_transformers(folder, ours, tokenizer, tokens)
+    config.quantization_config = {"quant_method": "fp8"}
     critic = ppo.Transformer(config, "scalar")
     for p in (*ours.parameters(), *critic.parameters()):  # as after training: not the folder's weights any more
         p.add_(0.1 * torch.randn(p.shape))
@@ -90,6 +92,14 @@ def test_folders_of_transformers_load_here_and_exports_load_there(ppo, tmp_path,
     ppo.save_hf_checkpoint(critic, tokenizer, tmp_path / "critic")
     same_in_transformers(tmp_path / "model", ours, ppo.HFTokenizer(tmp_path / "model"), tokens)
     assert torch.equal(ppo.load_hf_checkpoint(tmp_path / "model")[0](tokens), ours(tokens))
+    for export in (tmp_path / "model", tmp_path / "critic"):  # names of transformers 4
+        written = json.loads((export / "config.json").read_text())
+        rope = written["rope_parameters"]
+        assert written["rope_theta"] == rope["rope_theta"] and "quantization_config" not in written
+        assert written["rope_scaling"] == (rope if rope["rope_type"] == "llama3" else None)
+        written = json.loads((export / "tokenizer_config.json").read_text())
+        assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["extra_special_tokens"] == {}
+        assert written["additional_special_tokens"] == ["<|im_start|>"]
     values, (classifier, _) = critic(tokens), load_theirs(tmp_path / "critic", CLASSIFIER)
     assert values.std() > 0.1 and classifier.config.num_labels == 1
     assert torch.equal(ppo.load_hf_checkpoint(tmp_path / "critic", "scalar")[0](tokens), values)
