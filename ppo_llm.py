@@ -43,6 +43,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import os
@@ -72,6 +73,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import tyro
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -93,6 +95,8 @@ class Args:
     seed: int = 1  # seed of initial weights, training prompts, sampling and minibatches
     run_name: str | None = None  # default: <environment>__<script>__<seed>__<time>
     log_dir: str = "runs"  # folder of the runs
+    track: bool = False  # log to Weights & Biases, too
+    wandb_project: str = "ppo_llm"  # its project
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
     # precision of forward and backward passes (trained weights are float32); auto: bfloat16 on GPUs
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -100,10 +104,11 @@ class Args:
     compile: Literal["auto", "on", "off"] = "auto"
     activation_checkpointing: bool = False  # recompute activations in the backward pass
 
-    # folder of the actor (Llama, Qwen2, Qwen3 in Hugging Face format); default: a tiny random Llama
+    # actor: a folder, or ORG/NAME[@REVISION] of the Hugging Face Hub, with a Llama, Qwen2 or Qwen3;
+    # default: a tiny random Llama
     model: str | None = None
-    critic_model: str | None = None  # folder the critic starts from; default: a copy of the actor
-    reward_model: str | None = None  # folder of a sequence classifier whose scores are rewards
+    critic_model: str | None = None  # what the critic starts from; default: a copy of the actor
+    reward_model: str | None = None  # a sequence classifier whose scores are rewards
     env_id: str = "SortDigits-v0"  # or GSM8K-v0, Prompts-v0, my_module:MyEnv-v0
     env_kwargs: str = "{}"  # arguments of the environment, as JSON
     eval_env_kwargs: str = "{}"  # those that are different in evaluations
@@ -253,6 +258,7 @@ def train(args: Args) -> dict:
     """Run PPO. Returns what summary.json holds. Raises UserError for what the user can fix."""
     validate(args)  # fills in flags that are None
     connect(args)  # and those that are auto
+    locate_models(args)  # and downloads those of the Hub
     envs = make_envs(args)
     eval_envs = make_envs(args, evaluation=True)
     # A new run's actor makes its warm start here. With --kl-coef 0 the reference is None.
@@ -723,12 +729,16 @@ def play(decoder, tokenizer, envs, seeds, iteration, args) -> list[Episode]:
 # === 6. Transformer, KV cache, log-probs, sampling noise ===
 
 
+# longrope has other frequencies for long texts, also for their first tokens.
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
 def check_config(config: PretrainedConfig) -> PretrainedConfig:
     """Refuse what the Transformer below does not compute."""
     if config.model_type not in ("llama", "qwen2", "qwen3"):
         raise ValueError(f"model_type {config.model_type!r}: must be llama, qwen2 or qwen3")
-    if config.rope_parameters["rope_type"] not in ("default", "llama3"):
-        raise ValueError(f"{config.rope_parameters}: rope_type must be default or llama3")
+    if config.rope_parameters["rope_type"] not in ROPE_TYPES:
+        raise ValueError(f"{config.rope_parameters}: rope_type must be one of {ROPE_TYPES}")
     if config.hidden_act != "silu" or getattr(config, "use_sliding_window", False):
         raise ValueError("hidden_act must be silu, use_sliding_window off")
     if getattr(config, "head_dim", None) is None:
@@ -737,13 +747,13 @@ def check_config(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def rope_frequencies(config: PretrainedConfig) -> Tensor:
-    """Rotary frequencies [D / 2] (https://arxiv.org/abs/2104.09864)."""
+def rope_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
+    """Rotary frequencies [D / 2] (https://arxiv.org/abs/2104.09864), and a factor of cos and sin."""
     with torch.device("cpu"):  # also where models are made on meta
-        if config.rope_parameters["rope_type"] == "llama3":
-            return ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
+        if config.rope_parameters["rope_type"] != "default":
+            return ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu")
         exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-        return config.rope_parameters["rope_theta"] ** -exponents
+        return config.rope_parameters["rope_theta"] ** -exponents, 1.0
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -879,7 +889,8 @@ class Transformer(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         else:
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
-        self.register_buffer("rope", rope_frequencies(config), persistent=False)
+        frequencies, self.rope_factor = rope_frequencies(config)
+        self.register_buffer("rope", frequencies, persistent=False)
         self.tie_weights()
 
     def tie_weights(self):
@@ -905,7 +916,7 @@ class Transformer(nn.Module):
         elif positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         angles = positions[..., None, None].float() * self.rope  # [..., 1, D / 2]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
         context = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), packing)
         if cache is not None:
             G = self.config.num_attention_heads // self.config.num_key_value_heads
@@ -1173,6 +1184,32 @@ class HFTokenizer:
         """Text without special tokens, and without stop tokens, which may not be special."""
         ids = [i for i in ids if i not in self.stop_ids]
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+HUB_FILES = ["*config.json", "tokenizer*", "*.jinja", "model*.safetensors*"]
+
+
+def locate_models(args):
+    """Put absolute folders in place of names: of folders, or of repositories of the Hub.
+
+    One process of a node downloads, into the Hub's cache, from which the others read.
+    """
+    for flag in ("model", "critic_model", "reward_model"):
+        name = getattr(args, flag)
+        if name and not Path(name).is_dir():
+            repository, _, revision = name.partition("@")
+            download = functools.partial(
+                snapshot_download, repository, revision=revision or None, allow_patterns=HUB_FILES
+            )
+            with attempt(f"find a folder {name}, or this repository on the Hub"):
+                try:
+                    if os.environ.get("LOCAL_RANK", "0") == "0":
+                        download()
+                finally:
+                    dist.barrier()
+                name = download(local_files_only=True)
+        if name:
+            setattr(args, flag, os.path.abspath(name))
 
 
 def load_config(folder: str) -> PretrainedConfig:
@@ -1808,7 +1845,7 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
         shard(model, args)
     model.to_empty(device=args.device)
     model.tie_weights()
-    model.rope = rope_frequencies(config).to(args.device)
+    model.rope = rope_frequencies(config)[0].to(args.device)
     return model
 
 
@@ -2010,6 +2047,18 @@ class Run:
                 whole = [line for line in lines if line.endswith("\n")]
                 old = [x for x in whole if json.loads(x)["iteration"] < state.iteration]
                 path.write_text("".join(old))
+        self.wandb = None
+        if args.track:
+            with attempt("start Weights & Biases for --track"):
+                self.wandb = importlib.import_module("wandb")
+                self.wandb.init(
+                    project=args.wandb_project,
+                    id=self.path.name,
+                    dir=self.path,
+                    config=vars(args),
+                    sync_tensorboard=True,
+                    resume="allow" if args.resume == "auto" else "never",
+                )
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
         atexit.register(self.close, "failed")  # unless the run ends otherwise
 
@@ -2084,9 +2133,10 @@ class Run:
         for name, value in row.items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(name, value, row["iteration"])
+        samples = []
         for episode, reward, kl in list(zip(episodes, rewards, kls))[:4]:
             (_, prompt), *rest = episode.conversation
-            self.append("completions", {
+            samples.append({
                 "iteration": row["iteration"],
                 "prompt": prompt,
                 "response": "".join(text for _, text in rest),
@@ -2095,6 +2145,10 @@ class Run:
                 "n_tokens": sum(episode.mask),
                 "kl": kl,
             })  # fmt: skip
+            self.append("completions", samples[-1])
+        if self.wandb:
+            data = [list(sample.values()) for sample in samples]
+            self.wandb.log({"completions": self.wandb.Table(list(samples[0]), data)})
         if row["iteration"] % max(1, self.args.num_iterations // 5) == 0:
             print0(f"  {[text for _, text in episodes[0].conversation]!r:.280}")
 
@@ -2116,6 +2170,8 @@ class Run:
         if RANK == 0:
             (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2))
             self.writer.close()
+            if self.wandb:
+                self.wandb.finish(exit_code=int(status == "failed"))
 
 
 def checkpoint_tensors(checkpointed: dict) -> dict[str, Tensor]:

@@ -150,7 +150,9 @@ def test_rewards_of_a_fork_that_are_not_finite(ppo, tmp_path):
     ("'gpt2': must be llama, qwen2 or qwen3", dict(config={"model_type": "gpt2"})),
     ("use_sliding_window off", dict(config={"use_sliding_window": True})),
     ("hidden_act must be silu", dict(config={"hidden_act": "gelu"})),
-    ("rope_type must be default or llama3", dict(config={"rope_parameters": {"rope_type": "linear", "factor": 2.0}})),
+    *[("rope_type must be one of ('default', 'linear', 'dynamic', 'yarn', 'llama3')", dict(config={"rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0,
+        "original_max_position_embeddings": 24}}))],
     ("a vocabulary of 13, the tokenizer needs 14", dict(config={"vocab_size": 13})),
     ("--max-new-tokens: 24 with the prompt, a model takes 23", dict(config={"max_position_embeddings": 23})),
     ("not a folder with a config.json", dict(without="config.json")),

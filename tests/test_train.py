@@ -6,10 +6,9 @@ import inspect
 import itertools
 import json
 import math
-import os
 import random
 import re
-import signal
+import sys
 import types
 import zlib
 from unittest import mock
@@ -316,13 +315,18 @@ def test_the_line_of_an_iteration(run):
             assert row[f"actor/{name}"] == pytest.approx(sum(step[name] for step in row["ratio/steps"]) / STEPS)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_after_the_iteration_with_a_checkpoint(ppo, tmp_path, number):
-    send = changed(ppo.make_experience, lambda result: os.kill(os.getpid(), number) or result)
-    with mock.patch.object(ppo, "make_experience", send):
-        seen = record(ppo, tmp_path)
-    assert seen.code == 128 + number and len(seen.rows) == 1 and len(seen.evaluations) == 2
-    assert {path.name for path in (seen.folder / "checkpoints").iterdir()} == {"iter_000001"}
-    summary = json.loads((seen.folder / "summary.json").read_text())
-    assert (summary["status"], summary["iterations"]) == ("interrupted", 1) and "eval_after" not in summary
-    assert torch.equal(weights(ppo.load_hf_checkpoint(seen.folder / "model")[0]), weights(seen.models["actor"]))
+def test_weights_and_biases_gets_flags_metrics_and_completions(ppo, tmp_path):
+    """By its own name only, in rank 0, and the run that is resumed is the same. Tried with wandb offline."""
+    wandb = mock.Mock(Table=lambda columns, rows: [dict(zip(columns, row, strict=True)) for row in rows])
+    with mock.patch.dict(sys.modules, wandb=wandb):
+        seen = record(ppo, tmp_path, track=True, wandb_project="sums", save_every=1)
+        record(ppo, tmp_path, track=True, wandb_project="sums", resume="auto", num_iterations=3)
+    first, again = (call.kwargs for call in wandb.init.call_args_list)
+    assert first["config"]["train_batch_size"] == SMALL["train_batch_size"] and first["sync_tensorboard"]
+    assert (first["project"], first["id"], first["resume"]) == ("sums", "run", "never")
+    assert (again["project"], again["id"], again["resume"]) == ("sums", "run", "allow")
+    tables = [call.args[0]["completions"] for call in wandb.log.call_args_list]
+    assert [row for table in tables for row in table] == lines(seen.folder, "completions")
+    assert [call.kwargs for call in wandb.finish.call_args_list] == [{"exit_code": 0}] * 2
+    with mock.patch.dict(sys.modules, wandb=None), pytest.raises(ppo.UserError, match=r"Biases for --track: .*wandb"):
+        record(ppo, tmp_path / "without", track=True)

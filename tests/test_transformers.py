@@ -107,6 +107,25 @@ def test_folders_of_transformers_load_here_and_exports_load_there(ppo, tmp_path,
     torch.testing.assert_close(values[[0, 1], [-1, 11]], classifier(tokens).logits[:, 0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("rope", [
+    dict(rope_type="linear", factor=4.0), dict(rope_type="dynamic", factor=4.0),
+    dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
+    dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=32, beta_fast=16.0, attention_factor=0.7),
+])  # fmt: skip
+@torch.no_grad()
+def test_scaled_rope(ppo, tmp_path, rope):
+    """In the folders of both versions of transformers; up to max_position_embeddings, beyond which no run goes."""
+    tokens = torch.randint(3, VOCABULARY, (1, SIZES["max_position_embeddings"]))
+    folder = hf_folder(tmp_path / "in", "qwen2, tied", rope_parameters=rope | {"rope_theta": 5000.0})
+    ours, theirs = ppo.load_hf_checkpoint(folder)[0], load_theirs(folder)[0]
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    ppo.save_hf_checkpoint(ours, ppo.HFTokenizer(folder), tmp_path / "out")
+    torch.testing.assert_close(load_theirs(tmp_path / "out")[0](tokens).logits, ours(tokens), rtol=0, atol=1e-4)
+    sampler = ppo.build_model(ours.config, "lm", ppo.Args(device="cpu", dtype="float32"), sampler=True)
+    ppo.copy_weights(ours, sampler)
+    assert torch.equal(sampler(tokens), ours(tokens))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_training_forward_has_log_probs_entropies_and_gradients_of_transformers(ppo, tmp_path, family):
     """Of rows of unequal length together, where transformers gets each row alone."""

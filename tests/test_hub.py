@@ -1,0 +1,93 @@
+"""`--model ORG/NAME`: from a server of the test, in place of the Hub, and from the cache without it."""
+
+import http.server
+import json
+import sys
+import threading
+
+import pytest
+from test_distributed import finish, flags_of, start, torchrun
+from test_transformers import hf_folder
+
+pytestmark = pytest.mark.shared
+COMMIT = "0123456789" * 4
+OTHERS = ("consolidated.safetensors", "pytorch_model.bin", "original/params.json")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """What huggingface_hub asks for: the files of a revision, then each of them. `requests` are the paths."""
+
+    folder, requests = None, []
+
+    def do_GET(self, with_body=True):
+        self.requests.append(self.path)
+        name = self.path.rsplit("/", 1)[-1]
+        headers, body = {"X-Repo-Commit": COMMIT}, b""
+        if "/org/gated" in self.path:
+            headers |= {"X-Error-Code": "GatedRepo", "X-Error-Message": "ask the authors for access"}
+        elif self.path.startswith("/api/models/org/tiny/"):
+            names = [*(path.name for path in self.folder.iterdir()), *OTHERS]
+            content = {"id": "org/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
+            if "/tree/" in self.path:  # which newer versions ask for
+                content = [{"type": "file", "path": name, "size": 1, "oid": name} for name in names]
+            body = json.dumps(content).encode()
+        elif self.path.startswith("/org/tiny/resolve/"):
+            body, headers = (self.folder / name).read_bytes(), headers | {"ETag": f'"{name}"'}
+        else:
+            headers |= {"X-Error-Code": "RepoNotFound"}
+        self.send_response(200 if body else 403 if "/org/gated" in self.path else 404)
+        for key, value in {**headers, "Content-Length": len(body)}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def do_HEAD(self):
+        self.do_GET(with_body=False)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    Hub.folder, Hub.requests = hf_folder(tmp_path / "in"), []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    yield Hub
+    server.shutdown()
+
+
+def train(ppo, folder, command=(sys.executable,), **flags):
+    (folder / "rows.jsonl").write_text('{"prompt": "Guess."}\n{"prompt": "Again."}\n')
+    sizes = dict(max_prompt_tokens=64, max_new_tokens=8, num_iterations=1, env_id="Prompts-v0")
+    flags = sizes | dict(env_kwargs='{"path": "rows.jsonl"}') | flags
+    return finish(start([*command, ppo.__file__, *flags_of(**flags)], folder), timeout=120)
+
+
+def test_one_process_downloads_what_is_needed_and_the_cache_does_without_the_hub(ppo, hub, tmp_path, monkeypatch):
+    command = torchrun(2)
+    code, output = train(ppo, tmp_path, command, model="org/tiny@v1", critic_model=str(tmp_path / "in"))
+    assert code == 0, output
+    assert "/api/models/org/tiny/revision/v1" in hub.requests
+    got = [path for path in hub.requests if "/resolve/" in path]
+    assert {path.split("/")[-1] for path in got} >= {"config.json", "tokenizer.json", "model.safetensors"}
+    assert not [path for path in got if path.endswith(OTHERS)]
+    assert max(map(got.count, got)) <= 2  # HEAD and GET
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = len(hub.requests)
+    code, output = train(ppo, tmp_path, model="org/tiny@v1", run_name="offline")
+    assert code == 0 and len(hub.requests) == before, output
+
+
+@pytest.mark.parametrize(("name", "part"), [
+    ("org/tyni", "RepositoryNotFoundError"), ("org/gated", "ask the authors for access"),
+    ("./tiny", "HFValidationError"),
+])  # fmt: skip
+def test_a_name_that_is_nowhere_is_one_line(ppo, hub, tmp_path, name, part):
+    code, output = train(ppo, tmp_path, model=name)
+    assert code == 2 and f"error: cannot find a folder {name}, or this repository on the Hub: " in output
+    assert part in output and "Traceback" not in output, output
