@@ -6,8 +6,8 @@
 
 Prints what differs in the flags, a line for each metric, the first metric that leaves its band and where, and at last
 `inside` or `outside`. Draws runs/mine/compare.png. A run may be unfinished. The band around the mean of the reference
-runs is WIDTH standard deviations of a run, from one seed to another, plus a little; curves are smoothed over a
-fiftieth of the run.
+runs is WIDTH standard deviations of a run, from one seed to another, plus a little. A point of a curve is the mean of a
+fiftieth of the run, of some metrics the geometric one.
 """
 
 import json
@@ -20,31 +20,36 @@ import numpy as np
 RESULTS = Path(__file__).with_name("reference.jsonl")
 METRICS = (
     "objective/reward", "objective/accuracy", "objective/kl", "objective/entropy", "objective/response_tokens",
-    "actor/approx_kl", "actor/clipfrac", "actor/grad_norm", "critic/explained_variance", "critic/value_loss",
-    "critic/value_mean", "ratio/first_dev", "ratio/last_dev", "ratio/relative_update")  # fmt: skip
+    "actor/approx_kl", "actor/clipfrac", "actor/grad_norm", "ratio/relative_update", "critic/explained_variance",
+    "critic/value_loss", "critic/value_mean")  # fmt: skip
+LOGARITHMIC = ("actor/approx_kl", "actor/grad_norm", "ratio/relative_update", "critic/value_loss")
 MAY_DIFFER = ("seed", "run_name", "log_dir", "resume", "save_every", "eval_every", "eval_episodes", "track",
               "wandb_project", "rollout_slots", "micro_batch_tokens", "compile", "device")  # fmt: skip
 WIDTH = 5.0
 
 
-def read(folder: Path) -> dict:
-    """{"args": flags, "metrics": {name: [a number or None for each iteration]}} of a run folder."""
+def read(folder: Path, n: int | None = None) -> dict:
+    """{"args": flags, "points": {metric: [a number or None]}, in logarithms if it is logarithmic} of a run folder."""
     args = json.loads((folder / "config.json").read_text())["args"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    round_off = lambda x: None if x is None else float(f"{x:.4g}")
-    return {"args": args, "metrics": {name: [round_off(row.get(name)) for row in rows] for name in METRICS}}
+    n = n or iterations_of_a_point(args)
+    points = {}
+    for name in METRICS:
+        curve = np.array([row.get(name, np.nan) for row in rows[: len(rows) // n * n]], dtype=float)
+        if name in LOGARITHMIC:
+            curve = np.log(np.maximum(curve, 1e-12))
+        means = curve.reshape(-1, n).mean(axis=1)
+        points[name] = [None if np.isnan(x) else float(f"{x:.4g}") for x in means]
+    return {"args": args, "points": points}
+
+
+def iterations_of_a_point(args: dict) -> int:
+    return max(1, args["num_iterations"] // 50)
 
 
 def differences(args: dict, reference: dict) -> list[str]:
     return [f"--{name.replace('_', '-')} {args.get(name)}, in the reference {value}"
             for name, value in reference.items() if name not in MAY_DIFFER and args.get(name) != value]  # fmt: skip
-
-
-def smooth(curve: list, n: int) -> np.ndarray:
-    """Means of n iterations each; NaN where there is no number."""
-    curve = np.array([np.nan if x is None else x for x in curve])
-    usable = curve[: len(curve) // n * n].reshape(-1, n)
-    return usable.mean(axis=1)
 
 
 def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -56,55 +61,58 @@ def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     variance = curves.var(axis=0, ddof=1)
     around = np.pad(variance, 2, mode="edge")
     variance = np.mean([around[i : i + len(variance)] for i in range(5)], axis=0)
-    return mean, WIDTH * np.sqrt(variance * (1 + 1 / len(curves))) + 0.02 * np.abs(curves).max(axis=0) + 1e-6
+    return mean, WIDTH * np.sqrt(variance * (1 + 1 / len(curves))) + 0.02 * np.abs(curves).max(axis=0) + 1e-4
 
 
-def compare(mine: dict, references: list[dict], n: int) -> dict:
-    """{metric: (my curve, mean, half width, first point outside or None)}"""
+def compare(mine: dict, references: list[dict]) -> dict:
+    """{metric: (my points, mean, half width, first point outside or None)}"""
     found = {}
     for name in METRICS:
-        curves = np.array([smooth(run["metrics"][name], n) for run in references])
-        curve = smooth(mine["metrics"][name], n)[: curves.shape[1]]
+        curves = np.array([run["points"][name] for run in references], dtype=float)  # None becomes NaN
+        curve = np.array(mine["points"][name], dtype=float)[: curves.shape[1]]
         mean, width = band(curves)
-        outside = ~(np.abs(curve - mean[: len(curve)]) <= width[: len(curve)]) & ~np.isnan(mean[: len(curve)])
+        distance = np.abs(curve - mean[: len(curve)])
+        outside = ~(distance <= width[: len(curve)]) & ~np.isnan(mean[: len(curve)])
         first = int(outside.argmax()) if outside.any() else None
         found[name] = curve, mean, width, first
     return found
 
 
 def draw(found: dict, n: int, path: Path):
-    figure, axes = plt.subplots(4, 4, figsize=(14, 9), layout="constrained")
-    for axis in axes.flat[len(found) :]:
-        axis.remove()
-    for axis, (name, (curve, mean, width, first)) in zip(axes.flat, found.items(), strict=False):
+    figure, axes = plt.subplots(3, 4, figsize=(14, 8), layout="constrained")
+    for axis, (name, (curve, mean, width, first)) in zip(axes.flat, found.items(), strict=True):
         x = n * (np.arange(len(mean)) + 0.5)
         axis.fill_between(x, mean - width, mean + width, color="0.85")
         axis.plot(x, mean, color="0.5")
         axis.plot(x[: len(curve)], curve, color="tab:blue" if first is None else "tab:red")
-        axis.set_title(name, fontsize=9)
+        axis.set_title(f"log {name}" if name in LOGARITHMIC else name, fontsize=9)
     figure.savefig(path, dpi=100)
 
 
 def main(folder: str, task: str | None = None) -> bool:
     runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    mine = read(Path(folder))
+    args = json.loads((Path(folder) / "config.json").read_text())["args"]
     tasks = {run["task"]: run for run in runs}
     if task is None:  # the task from whose flags mine differ least
-        task = min(tasks, key=lambda name: len(differences(mine["args"], tasks[name]["args"])))
+        task = min(tasks, key=lambda name: len(differences(args, tasks[name]["args"])))
     references = [run for run in runs if run["task"] == task]
-    iterations = len(references[0]["metrics"][METRICS[0]])
-    n = max(1, iterations // 50)
+    iterations, n = references[0]["args"]["num_iterations"], iterations_of_a_point(references[0]["args"])
     print(f"beside {len(references)} runs of {task!r} at {references[0]['commit']}: {references[0]['command']}")
-    for line in differences(mine["args"], references[0]["args"]):
+    for line in differences(args, references[0]["args"]):
         print(f"  {line}")
-    found = compare(mine, references, n)
-    done = len(mine["metrics"][METRICS[0]])
-    print(f"{done} of {iterations} iterations, in means of {n}\n\n| metric | mine | band | leaves it at iteration |\n|---|---|---|---|")
+    mine = read(Path(folder), n)
+    done = n * len(mine["points"][METRICS[0]])
+    if not done:
+        sys.exit(f"{folder} has fewer than {n} iterations")
+    found = compare(mine, references)
+    print(f"{done} of {iterations} iterations\n")
+    print("| metric | at iteration | mine | band | inside |\n|---|---|---|---|---|")
     for name, (curve, mean, width, first) in found.items():
-        at = len(curve) - 1 if first is None else first
-        low, high = mean[at] - width[at], mean[at] + width[at]
-        where = "-" if first is None else f"{n * first + 1} to {n * (first + 1)}"
-        print(f"| {name} | {curve[at]:.4g} | {low:.4g} to {high:.4g} | {where} |")
+        at = len(curve) - 1 if first is None else first  # the last point, or the first outside
+        numbers = [curve[at], mean[at] - width[at], mean[at] + width[at]]
+        value, low, high = np.exp(numbers) if name in LOGARITHMIC else numbers
+        inside = "yes" if first is None else "NO"
+        print(f"| {name} | {n * at + 1} | {value:.4g} | {low:.4g} to {high:.4g} | {inside} |")
     draw(found, n, Path(folder) / "compare.png")
     left = {name: first for name, (*_, first) in found.items() if first is not None}
     if left:
