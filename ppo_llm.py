@@ -1149,9 +1149,10 @@ class HFTokenizer:
         start, whole = len(context), context + text
         with attempt(f"encode {text!r:.80}"):  # which may be half of a surrogate pair
             encoding = self.tokenizer.encode(whole, add_special_tokens=add_special_tokens)
-        if any(a < start < b for a, b in encoding.offsets):
+        tokens = list(zip(encoding.ids, encoding.offsets))
+        if any(a < start < b and i not in self.stop_ids for i, (a, b) in tokens):
             return self.encode(text)
-        return [i for i, (a, _) in zip(encoding.ids, encoding.offsets) if a >= start]
+        return [i for i, (a, _) in tokens if a >= start]
 
     def render_prompt(self, prompt: str) -> str:
         """A user turn in the chat template, or plain text."""
@@ -2012,6 +2013,16 @@ class TrainState:
     eval_before: dict | None = None
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def heed_signals():
+    """A process that a reward function forks does not wait for the end of an iteration."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 class Run:
     """The folder <log_dir>/<run_name>/: *.jsonl, TensorBoard's file, config.json, summary.json.
 
@@ -2024,10 +2035,14 @@ class Run:
         self.print_once = functools.cache(print0)
         self.stop_signal = 0  # that any rank has received
         self.signal = torch.zeros(())  # that this rank has received
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before = signal.signal(number, self.stop)
-            # Processes that a reward function forks must end when they are told to.
-            os.register_at_fork(after_in_child=functools.partial(signal.signal, number, before))
+        for number in SIGNALS:
+            signal.signal(number, self.stop)
+        # A signal that comes while a process is forked waits until the child can heed it.
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
+            after_in_child=heed_signals,
+        )
         env, now = args.env_id.split(":")[-1], time.strftime("%Y%m%d-%H%M%S")
         names = [args.run_name or f"{env}__{Path(__file__).stem}__{args.seed}__{now}"]
         dist.broadcast_object_list(names)
@@ -2192,15 +2207,14 @@ def file_sizes(path: Path) -> dict[str, int]:
 
 def is_complete(path: Path) -> bool:
     """Whether the checkpoint has all its files. DCP does not see that one is missing."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return read_json(path / "state.json")["sizes"] == file_sizes(path)
     return False
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Those of a run, oldest first. What has another name belongs to the user."""
-    found = sorted(folder.glob("iter_*"))
-    return [path for path in found if re.fullmatch(r"iter_\d+", path.name) and is_complete(path)]
+    return [path for path in sorted(folder.glob("iter_" + 6 * "[0-9]")) if is_complete(path)]
 
 
 KEEP_CHECKPOINTS = 2
@@ -2222,7 +2236,7 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
             shutil.rmtree(path, ignore_errors=True)  # an incomplete one
             partial.rename(path)
             for old in complete_checkpoints(path.parent)[:-KEEP_CHECKPOINTS]:
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)  # a link stays
     print0(f"saved {path}")
 
 

@@ -178,7 +178,7 @@ def test_model_that_does_not_fit(ppo, tmp_path, part, changes):
 
 
 JUDGE = """
-import multiprocessing, os, signal, time
+import multiprocessing, os, signal, subprocess, time
 
 def reward(prompt, response, row):
     os.chdir("/")
@@ -186,9 +186,9 @@ def reward(prompt, response, row):
     for end in signal.SIGTERM, signal.SIGINT:
         child = multiprocessing.Process(target=time.sleep, args=(1000,), daemon=True)
         child.start()
-        child.join(0.1)
-        os.kill(child.pid, end)
+        os.kill(child.pid, end)  # perhaps before the child has run
         child.join()
+    subprocess.run(["true"], check=True, preexec_fn=os.setsid)
     with multiprocessing.Pool(1) as pool:
         return pool.apply(float, ["0.5"])
 """

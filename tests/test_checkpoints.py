@@ -184,13 +184,13 @@ def test_what_cannot_be_resumed_is_one_line(ppo, whole, copied, tmp_path, damage
 def test_folders_of_other_names_are_the_users(ppo, copied, tmp_path):
     """They are neither resumed nor deleted. An incomplete checkpoint is neither, until one takes its place."""
     checkpoints = copied / "checkpoints"
-    for name in ("iter_000001_best", "iter_000009_bad"):
+    for name in ("iter_000001_best", "iter_000009_bad", "iter_9"):
         shutil.copytree(newest(copied), checkpoints / name)
     (checkpoints / "iter_000009.sha256").write_text("")
     (checkpoints / "iter_000008").write_text("")
     (checkpoints / "iter_000004" / "of somebody").mkdir(parents=True)
     train(ppo, tmp_path, resume="auto", num_iterations=5)
-    names = "iter_000001_best iter_000004 iter_000005 iter_000008 iter_000009.sha256 iter_000009_bad"
+    names = "iter_000001_best iter_000004 iter_000005 iter_000008 iter_000009.sha256 iter_000009_bad iter_9"
     assert sorted(path.name for path in checkpoints.iterdir()) == names.split()
 
 
