@@ -48,9 +48,12 @@ def test_commands_and_flags_exist(ppo, name):
         tyro.cli(ppo.Args, args=flags)  # exits if a flag or a value is not right
 
 
-def test_metrics_of_the_readme_are_logged(ppo, tmp_path):
+def test_metrics_of_the_pages_are_logged(ppo, tmp_path):
     run = record(ppo, tmp_path, kl_coef=0.1, kl_loss="k3", eval_every=1)
     logged = {name for row in run.rows for name in row} | {"ratio/diagnosis"}  # only if there is something to say
     kinds = {name.split("/")[0] for name in logged if "/" in name} | {"losses", "charts", "rollout", "grad"}
-    named = set(re.findall(rf"`((?:{'|'.join(kinds)})/[a-z0-9_]+)`", (ROOT / "README.md").read_text()))
-    assert named and named <= logged
+    pages = (ROOT / "README.md").read_text(), (ROOT / "benchmarks/critic.md").read_text()
+    table = (ROOT / "benchmarks/details.md").read_text().split("## Metrics")[1].split("\n## ")[0]
+    for text in *pages, table:
+        named = set(re.findall(rf"`((?:{'|'.join(kinds)})/[a-z0-9_]+)`", text))
+        assert named and named <= logged
