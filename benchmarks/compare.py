@@ -28,9 +28,16 @@ MAY_DIFFER = ("seed", "run_name", "log_dir", "resume", "save_every", "eval_every
 WIDTH = 5.0
 
 
+def read_args(folder: Path) -> dict:
+    """Flags that decide what a run gives; of folders the names."""
+    args = json.loads((folder / "config.json").read_text())["args"]
+    names = {name: Path(args[name]).name for name in ("model", "critic_model", "reward_model") if args[name]}
+    return {name: value for name, value in (args | names).items() if name not in MAY_DIFFER}
+
+
 def read(folder: Path, n: int | None = None) -> dict:
     """{"args": flags, "points": {metric: [a number or None]}, in logarithms if it is logarithmic} of a run folder."""
-    args = json.loads((folder / "config.json").read_text())["args"]
+    args = read_args(folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     n = n or iterations_of_a_point(args)
     points = {}
@@ -49,7 +56,7 @@ def iterations_of_a_point(args: dict) -> int:
 
 def differences(args: dict, reference: dict) -> list[str]:
     return [f"--{name.replace('_', '-')} {args.get(name)}, in the reference {value}"
-            for name, value in reference.items() if name not in MAY_DIFFER and args.get(name) != value]  # fmt: skip
+            for name, value in reference.items() if args.get(name) != value]  # fmt: skip
 
 
 def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +98,7 @@ def draw(found: dict, n: int, path: Path):
 
 def main(folder: str, task: str | None = None) -> bool:
     runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    args = json.loads((Path(folder) / "config.json").read_text())["args"]
+    args = read_args(Path(folder))
     tasks = {run["task"]: run for run in runs}
     if task is None:  # the task from whose flags mine differ least
         task = min(tasks, key=lambda name: len(differences(args, tasks[name]["args"])))
