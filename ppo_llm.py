@@ -489,7 +489,7 @@ def forward_all(function: Callable, experience: Experience, args) -> Tensor:
     """`function(microbatch)` [B, T] of all samples, [N, T]. Every rank computes a share of it."""
     out = torch.zeros(experience.tokens.shape, device=args.device)
     everything = torch.arange(len(out))
-    for rows in microbatches(everything, experience.lengths, args.micro_batch_tokens):  # my share
+    for rows in microbatches(everything, experience.lengths, args.micro_batch_tokens):
         # torch.compile makes another graph if gradients are off, which rounds differently: the
         # first ratio would not be 1 in bfloat16. Compiled models therefore score with gradients on.
         with torch.set_grad_enabled(args.compile == "on"):
@@ -1173,7 +1173,7 @@ class HFTokenizer:
         """What the chat template puts between two turns of the assistant, around `text`."""
         stop_tokens = list(filter(None, self.hf.convert_ids_to_tokens(self.stop_ids)))
         if not self.hf.chat_template:
-            return self.encode(text, context=stop_tokens[0])
+            return self.encode(text, context="".join(stop_tokens[:1]))
         whole = self.render(("user", "-"), ("assistant", "<<turn>>"), ("user", text))
         _, answer, tail = whole.partition("<<turn>>")
         if not answer:
@@ -1187,7 +1187,13 @@ class HFTokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-HUB_FILES = ["*config.json", "tokenizer*", "*.jinja", "model*.safetensors*"]
+HUB_FILES = [
+    "*config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "*.jinja",
+    "model*.safetensors*",
+]
 
 
 def locate_models(args):
