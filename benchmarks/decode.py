@@ -110,8 +110,16 @@ def random_model(shape, rows, prompt, new, pairs):
         for name, mine in seconds.items():
             speed = rows * new / statistics.median(mine)
             common.line([str(dtype).removeprefix("torch."), name, f"{same[name]:.1%}", f"{speed:,.0f}", ratios[name]])
-        for name in ("ours", "ours, --compile on"):
-            print(f"\n{dtype}, {name}: {common.operators(sides.runs[name])}\n")
+
+
+def median_seconds(run) -> float:
+    """Of five runs, after one that does not count."""
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
 
 
 def linear_modules(model: torch.nn.Module) -> list[torch.nn.Linear]:
@@ -125,8 +133,8 @@ def lower_bounds(sides: Sides, rows: int) -> tuple[float, float]:
     memory = torch.ones(sum(module.weight.numel() for module in linear))
     inputs = [torch.randn(rows, module.in_features) for module in linear]
     with torch.no_grad():
-        products = common.median_seconds(lambda: [module(x) for module, x in zip(linear, inputs, strict=True)])
-    return common.median_seconds(memory.sum), products
+        products = median_seconds(lambda: [module(x) for module, x in zip(linear, inputs, strict=True)])
+    return median_seconds(memory.sum), products
 
 
 def real_model(folder, rows_of_runs, new, pairs):

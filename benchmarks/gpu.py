@@ -172,7 +172,7 @@ def iteration() -> None:
             rollout_slots=256, train_batch_size=samples // 4, ppo_epochs=1, micro_batch_tokens=32768,
             max_prompt_tokens=PROMPT, max_new_tokens=8 * mean, eval_episodes=1, device=DEVICE.type,
             compile="off" if SMOKE else "on"))  # fmt: skip
-        row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
+        row = common.read_lines(Path(folder, "run", "metrics.jsonl"))[-1]
     made = sum(lengths) / samples
     print(f"\none iteration, {name}, {samples} samples, prompts of {PROMPT}, responses of mean {made:.0f}\n")
     keys = [key for key in row if key.startswith(("time/", "perf/"))]
