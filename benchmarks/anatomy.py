@@ -1,6 +1,6 @@
 """What PPO does to each token: one wrong and one right response of a real iteration.
 
-    python benchmarks/anatomy.py --num-iterations 5 ...    # flags of ppo_llm.py; takes as long as it with these flags
+    python benchmarks/anatomy.py --num-iterations 5 ...    # flags of ppo_llm.py; as long as its run with these flags
 
 Runs ppo_llm.py and prints, from the last iteration, the response with the lowest and the one with the highest reward:
 reward minus KL penalty, values and returns, whitened advantages, and the ratio of the actor after all updates of the

@@ -2,10 +2,11 @@
 
     python benchmarks/gpu.py                          # CUDA, bfloat16, all parts: roofline ladder workload iteration
     python benchmarks/gpu.py ladder iteration         # some of them
-    python benchmarks/gpu.py smoke                    # tiny shapes, without a GPU on the CPU: does it run
+    python benchmarks/gpu.py smoke                    # a minute; tiny shapes, without a GPU on the CPU: does it run
 
-First the copy bandwidth and the rate of large matrix products on this device. A decode step can take no less than
-reading the weights and all live keys and values at that bandwidth, or its arithmetic at that rate. Random weights.
+Prints a table for each part, tokens per second beside what the card could do. First the copy bandwidth and the rate of
+large matrix products on this device. A decode step can take no less than reading the weights and all live keys and
+values at that bandwidth, or its arithmetic at that rate. Random weights.
 """
 
 import json

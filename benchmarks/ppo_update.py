@@ -3,7 +3,6 @@
     python benchmarks/ppo_update.py                        # a random model; CPU, one thread, float32, fifteen minutes
     python benchmarks/ppo_update.py smoke                  # a minute: does it run
     python benchmarks/ppo_update.py real FOLDER [pairs]    # a Hugging Face checkpoint, 3 pairs
-    python benchmarks/ppo_update.py real FOLDER smoke      # one pair of short responses
 
 Prints seconds of each phase, ratios of pairs, and the peak of resident memory above what a process took before it
 loaded a model.
@@ -42,7 +41,6 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 CPU = dict(shape=common.SMALL, samples=32, minibatches=2, epochs=2, prompt=32, mean=64, longest=256, pairs=5)
 SMOKE = dict(shape=common.TINY, samples=8, minibatches=2, epochs=2, prompt=4, mean=4, longest=8, pairs=1)
 REAL = dict(samples=16, minibatches=2, epochs=2, mean=24, longest=64, pairs=3)
-REAL_SMOKE = dict(samples=4, minibatches=2, epochs=2, mean=4, longest=8, pairs=1)
 LEARNING_RATE = 1e-6
 OPEN_QUESTIONS = [
     "Write a short story about a robot that learns to paint.", "Why is the sky blue?",
@@ -230,15 +228,14 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     common.gym.register("Even-v0", entry_point=Even)
-    smoke = "smoke" in sys.argv
     what, *rest = [*sys.argv[1:], "random"]
     if what == "run":
         print(json.dumps(one_run(json.loads(rest[0]), rest[1])))
     elif what == "real":
         pairs = {"pairs": int(rest[1])} if rest[1].isdigit() else {}
-        real_model(rest[0], **((REAL_SMOKE if smoke else REAL) | pairs))
+        real_model(rest[0], **(REAL | pairs))
     else:
-        random_model(**(SMOKE if smoke else CPU))
+        random_model(**(SMOKE if what == "smoke" else CPU))
 
 
 if __name__ == "__main__":

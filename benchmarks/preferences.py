@@ -1,12 +1,13 @@
 """A reward model from preferences, and PPO that drives it too far: learned and true reward over the KL.
 
     python benchmarks/smollm2.py DIR
-    python benchmarks/preferences.py pairs DIR             # pairs of answers, compared: runs/preferences/pairs.jsonl
-    python benchmarks/preferences.py reward-model DIR 300  # learns from the first 300 pairs: runs/preferences/rm_300
-    python benchmarks/preferences.py ppo DIR 300 0.05 1    # pairs, weight of the KL, seed; goes on where it was
+    python benchmarks/preferences.py pairs DIR             # 40 minutes: pairs of answers, compared
+    python benchmarks/preferences.py reward-model DIR 300  # 20 minutes: learns from the first 300 pairs
+    python benchmarks/preferences.py ppo DIR 300 0.05 1    # 55 minutes: pairs, weight of the KL, seed; can be resumed
     python benchmarks/preferences.py plot                  # prints tables, draws pictures/preferences.png
     python benchmarks/preferences.py look DIR              # do the trained models still answer the question?
 
+Minutes are those of one core. Pairs, models and runs stay in runs/preferences, results in data/preferences.jsonl.
 The true reward is the sentiment of an answer, -1 to 1, by VADER's lexicon and rules, which stands in for the people who
 compare answers (as a larger reward model does in Gao et al. 2022, https://arxiv.org/abs/2210.10760). Training sees it
 only through the comparisons: the reward model learns by Bradley and Terry's model that the better answer of each pair
@@ -81,7 +82,7 @@ def make_pairs(folder: str) -> None:
             for two in zip(scored[::2], scored[1::2]):
                 (prompt, low, worse), (_, high, better) = sorted(two)
                 if high > low:
-                    pairs.append({"prompt": prompt, "better": better, "worse": worse, "margin": high - low})
+                    pairs.append({"prompt": prompt, "better": better, "worse": worse})
             print(split, k, len(pairs), file=sys.stderr, flush=True)
         name = "pairs" if split == "train" else "pairs_test"
         (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
