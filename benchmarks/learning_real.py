@@ -148,9 +148,8 @@ def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
 
     defaults = ppo_llm.Args(model=folder, seed=seed, **flags)
     ppo_llm.validate(defaults)
-    plan = ppo_llm.plan_steps(defaults)
     env = ppo_llm.gym.make(flags["env_id"], disable_env_checker=True, **json.loads(defaults.env_kwargs))
-    N = plan.samples
+    N = defaults.rollout_batch_size
     total = N * defaults.num_iterations
     first = ppo_llm.first_prompt(defaults)
     seeds = range(first, first + total)  # those of our training prompts
@@ -167,8 +166,9 @@ def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
     settings = PPOConfig(
         output_dir=runs, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", seed=seed,
         save_strategy="no", disable_tqdm=True, num_sample_generations=0, total_episodes=total,
-        per_device_train_batch_size=N, gradient_accumulation_steps=1, num_mini_batches=plan.minibatches,
-        num_ppo_epochs=defaults.ppo_epochs, local_rollout_forward_batch_size=N, stop_token="eos",
+        per_device_train_batch_size=N, gradient_accumulation_steps=1,
+        num_mini_batches=N // defaults.train_batch_size, num_ppo_epochs=defaults.ppo_epochs,
+        local_rollout_forward_batch_size=N, stop_token="eos",
         response_length=defaults.max_new_tokens, temperature=1.0, learning_rate=defaults.actor_lr,
         lr_scheduler_type="linear", kl_coef=defaults.kl_coef)  # fmt: skip
     trainer = PPOTrainer(
