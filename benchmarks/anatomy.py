@@ -1,14 +1,13 @@
 """What PPO does to each token: one wrong and one right response of a real iteration.
 
-    python benchmarks/anatomy.py --model DIR --env-id ... --num-iterations 5 ...    # flags of ppo_llm.py
+    python benchmarks/anatomy.py --num-iterations 5 ...    # flags of ppo_llm.py; as long as its run with these flags
 
-Runs ppo_llm.py with these flags and draws, from the last iteration, the response with the lowest and the one with the
-highest reward: reward minus KL penalty, values and returns, whitened advantages, and the ratio of the actor after all
-updates of the iteration to the one that sampled. Writes anatomy.png beside this script and prints the same numbers.
+Runs ppo_llm.py and prints, from the last iteration, the response with the lowest and the one with the highest reward:
+reward minus KL penalty, values and returns, whitened advantages, and the ratio of the actor after all updates of the
+iteration to the one that sampled. Draws them as pictures/anatomy.png.
 """
 
 import unittest.mock
-from pathlib import Path
 
 import common
 import matplotlib.pyplot as plt
@@ -72,7 +71,7 @@ def draw(samples: list[dict], titles: list[str], args) -> None:
     for axis, name in zip(axes[:, 0], names):
         axis.set_ylabel(name, fontsize=9)
     axes[1, 0].legend(fontsize=8)
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
+    figure.savefig(common.PICTURES / "anatomy.png", dpi=110)
 
 
 def main():

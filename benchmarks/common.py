@@ -1,9 +1,9 @@
-"""What the benchmarks share: the same model on both sides, prompts, forced lengths, and how numbers are said."""
+"""What the benchmarks share: folders, tables, random models and prompts, and rollouts of given lengths. No command."""
 
-import collections
 import contextlib
 import copy
 import functools
+import json
 import math
 import platform
 import random
@@ -19,13 +19,13 @@ from pathlib import Path
 
 import gymnasium as gym
 import torch
-import torch.profiler
 import transformers
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # last: a patched copy on PYTHONPATH comes first
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 import ppo_llm
 
 ROOT = Path(__file__).resolve().parent.parent
+PICTURES, DATA = ROOT / "benchmarks" / "pictures", ROOT / "benchmarks" / "data"
 
 SMALL = dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
              num_key_value_heads=2, vocab_size=4096)  # fmt: skip
@@ -48,30 +48,19 @@ def hardware(*packages, device: str = "cpu") -> str:
     return f"{where}; {', '.join(versions)}, Python {platform.python_version()}"
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
+def spread(values: list[float], form: str = ".2f") -> str:
+    """Median and range."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} - {max(values):{form}})"
 
 
-def median_seconds(run, repeats: int = 5) -> float:
-    """Of run(), after a run that does not count."""
-    seconds = []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+def read_lines(path: Path) -> list[dict]:
+    """The lines of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def operators(run, most: int = 7) -> str:
-    """The operators that take most of the time of run() on the CPU, and their shares of it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run()
-    times = collections.Counter()
-    for event in profile.key_averages():
-        name = re.sub("^(aten|mkldnn)::_*", "", event.key)
-        times["compiled code" if "CompiledFxGraph" in name else name] += event.self_cpu_time_total
-    shares = [f"{name:.45} {time / times.total():.0%}" for name, time in times.most_common(most)]
-    return ", ".join([*shares, f"{len(times) - most} others"])
+def add_line(path: Path, row: dict) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def table(columns, rows=()) -> None:
@@ -120,11 +109,11 @@ def temporary_folder():
 
 
 @functools.cache
-def patched_script(patch: str, script: Path = ROOT / "ppo_llm.py") -> Path:
-    """The path of a copy of `script`, named ppo_llm.py, with tests/forks/<patch>.patch applied."""
+def patched_script(patch: str) -> Path:
+    """The path of a copy of ppo_llm.py with tests/forks/<patch>.patch applied."""
     copied = Path(temporary_folder().name, patch, "ppo_llm.py")
     copied.parent.mkdir()
-    copied.write_bytes(script.read_bytes())
+    copied.write_bytes((ROOT / "ppo_llm.py").read_bytes())
     subprocess.run(["git", "apply", ROOT / "tests" / "forks" / f"{patch}.patch"], cwd=copied.parent, check=True)
     return copied
 

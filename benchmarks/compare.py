@@ -1,8 +1,8 @@
 """Is my run what it should be? A run beside reference runs with other seeds.
 
-    python benchmarks/compare.py runs/mine             # beside the runs of the same task
+    python benchmarks/compare.py runs/mine             # a few seconds; beside the runs of the same task
     python benchmarks/compare.py runs/mine --task sums
-    python benchmarks/compare.py add sums runs/a ...   # adds runs to reference.jsonl: the same flags, other seeds
+    echo "COMMIT COMMAND" | python benchmarks/compare.py add sums runs/a ...    # adds runs to data/reference.jsonl
 
 Prints what differs in the flags, a line for each metric, the first metric that leaves its band and where, and at last
 `inside` or `outside`. Draws runs/mine/compare.png. A run may be unfinished. The band around the mean of the reference
@@ -17,7 +17,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-RESULTS = Path(__file__).with_name("reference.jsonl")
+RESULTS = Path(__file__).parent / "data" / "reference.jsonl"
 METRICS = (
     "objective/reward", "objective/accuracy", "objective/kl", "objective/entropy", "objective/response_tokens",
     "actor/approx_kl", "actor/clipfrac", "actor/grad_norm", "ratio/relative_update", "critic/explained_variance",

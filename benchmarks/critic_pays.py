@@ -1,8 +1,9 @@
 """Does the critic pay? The embedded model with a critic, with a constant baseline, and with advantages of groups.
 
-    python benchmarks/critic_pays.py TASK METHOD SEED [SEED ...]   # adds a line for each seed to critic_pays.jsonl
-    python benchmarks/critic_pays.py table                         # samples and seconds to a level
+    python benchmarks/critic_pays.py TASK METHOD SEED [SEED ...]   # adds a line for each seed to data/critic_pays.jsonl
+    python benchmarks/critic_pays.py table                         # prints samples and seconds to a level
 
+TASK is sort, "sort 10" or key; METHOD is critic, constant, group or another key of METHODS. A seed takes two minutes.
 Every method gets 256 samples an iteration and otherwise the defaults; groups are four samples of one prompt, by
 tests/forks/group_normalised.patch. The level is 90 % of right answers, or of sorting ten digits a reward of 0.8, the
 share of digits in place. It is that of the rollouts, which are sampled, each of prompts that were not asked before, and
@@ -13,18 +14,19 @@ that has learned alone before, from the first policy. The samples for it do not 
 import contextlib
 import importlib.util
 import io
-import json
+import random
 import statistics
 import sys
 import tempfile
 import unittest.mock
+import zlib
 from pathlib import Path
 
 import common
-import key_task  # noqa: F401, registers the environment
+import gymnasium as gym
 import torch
 
-RESULTS = Path(__file__).with_suffix(".jsonl")
+RESULTS = common.DATA / "critic_pays.jsonl"
 TASKS = {
     "sort": dict(num_iterations=270),  # the default task
     "sort 10": dict(env_kwargs='{"digits": 10}', num_iterations=270, max_new_tokens=12),
@@ -43,6 +45,40 @@ METHODS = {
     "constant": dict(critic_epochs=0),  # all values are 0, and advantages are whitened
     "group": dict(rollout_batch_size=64, n_samples_per_prompt=4),
 }
+
+
+class Key(gym.Env):
+    """Prompt "abba...=": answer a key, 0 or 1, and the letters, as they are after a 0, and exchanged after a 1.
+
+    The right key is 0 if the prompt begins with "aa" or "bb". Reward: the share of letters that are right for the key,
+    if the answer has the right length and the right key, else a tenth of it. Demonstrations take any of the keys. A
+    tenth of the prompts, by CRC, are left out.
+    """
+
+    def __init__(self, letters: int):
+        self.letters = letters
+
+    def reset(self, *, seed=None, options=None):
+        rng = random.Random(seed or 0)
+        while True:
+            self.text = "".join(rng.choice("ab") for _ in range(self.letters))
+            if zlib.crc32(self.text.encode()) % 10:
+                break
+        return f"{self.text}=", {"demonstration": self.answer(rng.choice("01"))}
+
+    def answer(self, key: str) -> str:
+        return key + (self.text if key == "0" else self.text.translate(str.maketrans("ab", "ba")))
+
+    def step(self, response):
+        if response[:1] not in ("0", "1") or len(response) != 1 + self.letters:
+            return "", 0.0, True, False, {"success": False}
+        right = "0" if self.text[0] == self.text[1] else "1"
+        share = sum(map(str.__eq__, response[1:], self.answer(response[0])[1:])) / self.letters
+        reward = share * (1.0 if response[0] == right else 0.1)
+        return "", reward, True, False, {"success": response == self.answer(right)}
+
+
+gym.register("Key-v0", entry_point=Key)
 
 
 def script(method: str):
@@ -74,7 +110,7 @@ def run(task: str, method: str, seed: int) -> dict:
             flags = flags | pretrain(ppo, task, seed, folder)
         ppo.train(ppo.Args(seed=seed, device="cpu", log_dir=folder, run_name="run", save_every=0, eval_episodes=1,
                            **flags))  # fmt: skip
-        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        rows = common.read_lines(Path(folder, "run", "metrics.jsonl"))
     names = "objective/accuracy", "objective/reward", "time/iteration", "critic/explained_variance"
     columns = {name: [row.get(name) for row in rows] for name in names}
     return {"task": task, "method": method, "seed": seed, "samples": SAMPLES} | columns
@@ -89,12 +125,8 @@ def reached(result: dict) -> int | None:
     return None
 
 
-def spread(numbers: list[float]) -> str:
-    return f"{statistics.median(numbers):,.0f} ({min(numbers):,.0f} - {max(numbers):,.0f})" if numbers else ""
-
-
 def table() -> None:
-    results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    results = common.read_lines(RESULTS)
     constant = {(run["task"], run["seed"]): reached(run) for run in results if run["method"] == "constant"}
     common.table(["task", "method", "seeds", "samples to the level, median (range)",
                   "against a constant, mean +- error", "not reached", "seconds", "in the end"])  # fmt: skip
@@ -111,7 +143,8 @@ def table() -> None:
                 ratios = [n / other for n, other in pairs if other]
                 error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
                 ratio = f"{statistics.mean(ratios):.2f} +- {error:.2f} ({len(ratios)})" if ratios else ""
-                common.line([task, method, len(runs), spread(samples), ratio, len(runs) - len(done), spread(seconds),
+                needed = [common.spread(numbers, ",.0f") if done else "" for numbers in (samples, seconds)]
+                common.line([task, method, len(runs), needed[0], ratio, len(runs) - len(done), needed[1],
                              f"{statistics.median(last):.1%}"])  # fmt: skip
 
 
@@ -121,9 +154,7 @@ def main():
         return table()
     task, method, *seeds = sys.argv[1:]
     for seed in map(int, seeds):
-        line = json.dumps(run(task, method, seed))
-        with open(RESULTS, "a") as file:
-            file.write(line + "\n")
+        common.add_line(RESULTS, run(task, method, seed))
 
 
 if __name__ == "__main__":

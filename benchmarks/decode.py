@@ -1,12 +1,12 @@
 """Rollout of `ppo_llm.py` against `generate` of transformers: the same model, prompts and response lengths.
 
-    python benchmarks/decode.py               # CPU, one thread, float32 and bfloat16, some minutes: a random Qwen2
-    python benchmarks/decode.py smoke         # seconds: does it run
-    python benchmarks/decode.py real FOLDER [rows ...]         # a Hugging Face checkpoint, float32; default 1 8 16 64
-    python benchmarks/decode.py real FOLDER smoke [rows ...]   # 8 tokens, one run of each
+    python benchmarks/decode.py                           # some minutes: a random Qwen2, float32 and bfloat16
+    python benchmarks/decode.py smoke                     # a minute: does it run
+    python benchmarks/decode.py real FOLDER [rows ...]    # a Hugging Face checkpoint, float32; default 1 8 16 64
 
-All in one process and in turn, greedy, no row ends early. Greedy tokens are compared before any timing. Our side
-computes log-probs and calls an environment for each prompt and response, `generate` returns tokens alone.
+Prints tokens per second of each side on one thread of the CPU, and ratios. All in one process and in turn, greedy, no
+row ends early. Greedy tokens are compared before any timing. Our side computes log-probs and calls an environment for
+each prompt and response, `generate` returns tokens alone.
 
 With a checkpoint also the time of a decode step, from the first sampled token to the last and thus without the prefill,
 and what shares of it are two lower bounds, measured before and after: reading all weights once, which is a sum over as
@@ -25,7 +25,6 @@ from common import ppo_llm
 CPU = dict(shape=common.SMALL, rows=32, prompt=32, new=128, pairs=7)
 SMOKE = dict(shape=common.TINY, rows=4, prompt=4, new=8, pairs=1)
 REAL = dict(new=64, pairs=5)
-REAL_SMOKE = dict(new=8, pairs=1)
 PEERS = {"dynamic cache": (None, False), "static cache": ("static", False), "static, compiled": ("static", True)}
 
 
@@ -110,8 +109,16 @@ def random_model(shape, rows, prompt, new, pairs):
         for name, mine in seconds.items():
             speed = rows * new / statistics.median(mine)
             common.line([str(dtype).removeprefix("torch."), name, f"{same[name]:.1%}", f"{speed:,.0f}", ratios[name]])
-        for name in ("ours", "ours, --compile on"):
-            print(f"\n{dtype}, {name}: {common.operators(sides.runs[name])}\n")
+
+
+def median_seconds(run) -> float:
+    """Of five runs, after one that does not count."""
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
 
 
 def linear_modules(model: torch.nn.Module) -> list[torch.nn.Linear]:
@@ -125,8 +132,8 @@ def lower_bounds(sides: Sides, rows: int) -> tuple[float, float]:
     memory = torch.ones(sum(module.weight.numel() for module in linear))
     inputs = [torch.randn(rows, module.in_features) for module in linear]
     with torch.no_grad():
-        products = common.median_seconds(lambda: [module(x) for module, x in zip(linear, inputs, strict=True)])
-    return common.median_seconds(memory.sum), products
+        products = median_seconds(lambda: [module(x) for module, x in zip(linear, inputs, strict=True)])
+    return median_seconds(memory.sum), products
 
 
 def real_model(folder, rows_of_runs, new, pairs):
@@ -158,8 +165,7 @@ def main():
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     if sys.argv[1:2] == ["real"]:
-        rows = [int(x) for x in sys.argv[3:] if x != "smoke"] or [1, 8, 16, 64]
-        real_model(sys.argv[2], rows, **(REAL_SMOKE if "smoke" in sys.argv else REAL))
+        real_model(sys.argv[2], [int(x) for x in sys.argv[3:]] or [1, 8, 16, 64], **REAL)
     else:
         random_model(**(SMOKE if "smoke" in sys.argv else CPU))
 

@@ -1,9 +1,9 @@
 """Ten experiments on the default task, each of which answers a question about PPO by curves.
 
     python benchmarks/experiments.py                      # the experiments and the commands of their runs
-    python benchmarks/experiments.py epochs 1 2 3         # runs one with these seeds; adds to experiments.jsonl
-    python benchmarks/experiments.py table [NAME ...]     # what the runs gave
-    python benchmarks/experiments.py draw                 # experiments.png and pictures/NAME.png
+    python benchmarks/experiments.py epochs 1 2 3         # runs one with these seeds; adds to data/experiments.jsonl
+    python benchmarks/experiments.py table [NAME ...]     # prints what the runs gave
+    python benchmarks/experiments.py draw                 # pictures/experiments.png and pictures/NAME.png
 
 A run is a command of ppo_llm.py that a reader can type, which takes two minutes of one core, up to six with more epochs
 and ten in bfloat16. Some runs change the script first: by a patch of tests/forks, or in one place, as the table of
@@ -13,7 +13,6 @@ that is here is of 272afaa: move it away before you make runs of another version
 
 import dataclasses
 import functools
-import json
 import re
 import shlex
 import statistics
@@ -23,9 +22,10 @@ import tempfile
 from pathlib import Path
 
 import common
+import matplotlib.pyplot as plt
+from common import PICTURES, ROOT
 
-HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).with_suffix(".jsonl")
+RESULTS = common.DATA / "experiments.jsonl"
 MEAN_OF = 5  # iterations: a point of a curve
 SAMPLES = 256  # of an iteration
 COLUMNS = {  # metric: its name in a run's line
@@ -140,7 +140,7 @@ def measure(run: Run, seed: int) -> dict:
         command = [*start, "ppo_llm.py", *shlex.split(run.flags), "--seed", str(seed), "--run-name", "run",
                    "--log-dir", folder, "--save-every", "0", "--eval-episodes", "1"]  # fmt: skip
         output = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
-        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        rows = common.read_lines(Path(folder, "run", "metrics.jsonl"))
     columns = {}
     for name, short in COLUMNS.items():
         parts = [rows[i : i + MEAN_OF] for i in range(0, len(rows), MEAN_OF)]
@@ -160,8 +160,7 @@ def measure(run: Run, seed: int) -> dict:
 
 @functools.cache
 def results() -> dict[str, dict]:
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return {run["key"]: run for run in map(json.loads, lines)}
+    return {run["key"]: run for run in common.read_lines(RESULTS)} if RESULTS.exists() else {}
 
 
 def of(run: Run, seeds: int) -> list[dict]:
@@ -203,9 +202,6 @@ def table(names: list[str]) -> None:
 
 
 def draw() -> None:
-    import matplotlib.pyplot as plt
-
-    (HERE / "pictures").mkdir(exist_ok=True)
     drawn = {name: each for name, each in EXPERIMENTS.items() if name != "ratio"}
     for name, experiment in drawn.items():
         figure, axes = plt.subplots(1, 2, figsize=(8, 2.6), layout="constrained")
@@ -214,14 +210,14 @@ def draw() -> None:
         if experiment.log:
             axes[1].set_yscale("symlog", linthresh=1e-7)
         axes[0].legend(fontsize=7)
-        figure.savefig(HERE / "pictures" / f"{name}.png", dpi=90)
+        figure.savefig(PICTURES / f"{name}.png", dpi=90)
     figure, axes = plt.subplots(3, 3, figsize=(10, 7), layout="constrained", sharex=True, sharey=True)
     for axis, (name, experiment) in zip(axes.flat, drawn.items()):
         draw_runs(axis, experiment, "accuracy")
         axis.set(xlabel="", ylabel="", title=name)
         axis.legend(fontsize=6)
     figure.supxlabel("samples"), figure.supylabel("right answers")
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=90)
+    figure.savefig(PICTURES / "experiments.png", dpi=90)
 
 
 def draw_runs(axis, experiment: Experiment, column: str) -> None:
@@ -249,9 +245,7 @@ def main():
     for seed in map(int, rest or range(1, experiment.seeds + 1)):
         for run in experiment.runs:
             if run.key(seed) not in results():
-                line = json.dumps(measure(run, seed))
-                with open(RESULTS, "a") as file:
-                    file.write(line + "\n")
+                common.add_line(RESULTS, measure(run, seed))
                 results.cache_clear()
             print(f"{run.label}:", *results()[run.key(seed)]["diagnoses"], sep="\n  ")
 

@@ -2,10 +2,11 @@
 
     python benchmarks/gpu.py                          # CUDA, bfloat16, all parts: roofline ladder workload iteration
     python benchmarks/gpu.py ladder iteration         # some of them
-    python benchmarks/gpu.py smoke                    # tiny shapes, without a GPU on the CPU: does it run
+    python benchmarks/gpu.py smoke                    # a minute; tiny shapes, without a GPU on the CPU: does it run
 
-First the copy bandwidth and the rate of large matrix products on this device. A decode step can take no less than
-reading the weights and all live keys and values at that bandwidth, or its arithmetic at that rate. Random weights.
+Prints a table for each part, tokens per second beside what the card could do. First the copy bandwidth and the rate of
+large matrix products on this device. A decode step can take no less than reading the weights and all live keys and
+values at that bandwidth, or its arithmetic at that rate. Random weights.
 """
 
 import json
@@ -172,7 +173,7 @@ def iteration() -> None:
             rollout_slots=256, train_batch_size=samples // 4, ppo_epochs=1, micro_batch_tokens=32768,
             max_prompt_tokens=PROMPT, max_new_tokens=8 * mean, eval_episodes=1, device=DEVICE.type,
             compile="off" if SMOKE else "on"))  # fmt: skip
-        row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
+        row = common.read_lines(Path(folder, "run", "metrics.jsonl"))[-1]
     made = sum(lengths) / samples
     print(f"\none iteration, {name}, {samples} samples, prompts of {PROMPT}, responses of mean {made:.0f}\n")
     keys = [key for key in row if key.startswith(("time/", "perf/"))]

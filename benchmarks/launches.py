@@ -1,11 +1,12 @@
-"""What torch.compile launches on a GPU, without one: `python benchmarks/launches.py [part ...]`.
+"""What torch.compile launches on a GPU, counted without one (see tests/deviceless.py).
 
-See tests/deviceless.py.
+    python benchmarks/launches.py                    # all parts: decode update head compile
+    python benchmarks/launches.py decode             # some of them
 
-decode: a step of 256 rows with 500 tokens, counted with one and two layers. update: 16 samples of 256 tokens, forward
-and backward, with one layer and none. head: a chunk of token_logprobs, forward, once more, and backward. compile:
-seconds that a decode step takes to compile. All in bfloat16. Megabytes are what Triton kernels read and write, each
-pass over a tensor counted, as if there were no caches.
+Prints a line for each part of a 0.5B and of a 7B. decode: a step of 256 rows with 500 tokens, counted with one and two
+layers. update: 16 samples of 256 tokens, forward and backward, with one layer and none. head: a chunk of
+token_logprobs, forward, once more, and backward. compile: seconds that a decode step takes to compile. All in bfloat16.
+Megabytes are what Triton kernels read and write, each pass over a tensor counted, as if there were no caches.
 """
 
 import functools

@@ -1,10 +1,11 @@
 """The default task: accuracy on held-out prompts over samples, five seeds, with responses of the first one.
 
-    python benchmarks/learning_curve.py            # runs the seeds, prints a table, draws learning_curve.png
+    python benchmarks/learning_curve.py            # runs the seeds, ten minutes of one core
     python benchmarks/learning_curve.py 1 3        # some seeds
-    python benchmarks/learning_curve.py plot       # the table and the picture of what is there
+    python benchmarks/learning_curve.py plot       # of what is there
 
-The runs evaluate every 20 iterations, which does not change the training. They stay in runs/learning_curve.
+Prints a table and draws pictures/learning_curve.png. The runs evaluate every 20 iterations, which does not change the
+training. They stay in runs/learning_curve.
 """
 
 import json
@@ -13,21 +14,18 @@ import sys
 from pathlib import Path
 
 import common
+import matplotlib.pyplot as plt
 from common import ROOT, ppo_llm
 
 EVERY = 20  # iterations
 RUNS = Path("runs/learning_curve")
 
 
-def read(folder: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-
-
 def curve(folder: Path) -> list[tuple[int, dict]]:
     """(samples, evaluation) of a run."""
     summary, per_iteration = json.loads((folder / "summary.json").read_text()), ppo_llm.Args().rollout_batch_size
     points = [(0, summary["eval_before"])]
-    for row in read(folder, "metrics"):
+    for row in common.read_lines(folder / "metrics.jsonl"):
         evaluation = {name.removeprefix("eval/"): row[name] for name in row if name.startswith("eval/")}
         if evaluation:
             points.append((row["iteration"] * per_iteration, evaluation))
@@ -47,8 +45,6 @@ def table(folders: list[Path]) -> None:
 
 
 def draw(folders: list[Path]) -> None:
-    import matplotlib.pyplot as plt
-
     figure, (axes, text) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained", width_ratios=[3, 2])
     for folder in folders:
         samples, evaluations = zip(*curve(folder))
@@ -58,7 +54,7 @@ def draw(folders: list[Path]) -> None:
     axes.set(xlabel="samples", ylabel="held-out prompts right, %", ylim=(-2, 102))
     axes.legend(loc="lower right", title=f"{len(folders)} seeds")
 
-    rows = read(folders[0], "completions")
+    rows = common.read_lines(folders[0] / "completions.jsonl")
     last = rows[-1]["iteration"]
     iterations = 0, last // 3, last
     columns = [[row for row in rows if row["iteration"] == iteration] for iteration in iterations]
@@ -73,7 +69,7 @@ def draw(folders: list[Path]) -> None:
             cell.set_facecolor("#d5ecd5" if response == "".join(sorted(prompt)) else "#f5dada")
     grid.scale(1, 1.6)
     text.set_title("samples of the rollouts", fontsize=10)
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
+    figure.savefig(common.PICTURES / "learning_curve.png", dpi=110)
 
 
 def main():

@@ -3,9 +3,9 @@
     python benchmarks/ppo_update.py                        # a random model; CPU, one thread, float32, fifteen minutes
     python benchmarks/ppo_update.py smoke                  # a minute: does it run
     python benchmarks/ppo_update.py real FOLDER [pairs]    # a Hugging Face checkpoint, 3 pairs
-    python benchmarks/ppo_update.py real FOLDER [pairs] bfloat16
-    python benchmarks/ppo_update.py real FOLDER smoke      # one pair of short responses
-    python benchmarks/ppo_update.py ratio FOLDER           # the first ratio, in float32 and bfloat16
+
+Prints seconds of each phase, ratios of pairs, and the peak of resident memory above what a process took before it
+loaded a model.
 
 The same model for actor, critic and reference (a random Qwen2 or the checkpoint), the same prompts, response lengths
 (log-normal, forced), epochs, minibatches, optimizer steps and learning rate; the reward is a function, which TRL is
@@ -14,23 +14,12 @@ second or, where the first ones compile, the third. TRL runs without its default
 checkpointing, which cost time here, samples and scores the whole batch at once, and computes a minibatch in one piece,
 since more gradient accumulation would mean fewer steps there. Ours cuts minibatches at 1024 tokens: of its flags that
 change no numbers this was chosen for a CPU. Ours clips gradients, TRL's PPOTrainer does not.
-
-`bfloat16` is --dtype bfloat16 here and mixed precision by Accelerate there. (bf16=True alone has no effect: the trainer
-makes an Accelerator of its own, and transformers 5.17.0 no longer sets the environment variable which that reads.)
-
-Also the updates' share of the GEMM limit: the FLOPs that real tokens need, per second, over those of the same matrix
-products alone (`update_products`); and the peak of resident memory, above what a process took before it loaded a model.
-
-`ratio` prints the mean |ratio - 1| on the first minibatch of the last iteration, before its optimizer step. Lengths
-are not forced then, since TRL takes the old log-probs from the logits of `generate`, which forced tokens change.
 """
 
 import contextlib
 import io
 import json
-import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -52,7 +41,6 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 CPU = dict(shape=common.SMALL, samples=32, minibatches=2, epochs=2, prompt=32, mean=64, longest=256, pairs=5)
 SMOKE = dict(shape=common.TINY, samples=8, minibatches=2, epochs=2, prompt=4, mean=4, longest=8, pairs=1)
 REAL = dict(samples=16, minibatches=2, epochs=2, mean=24, longest=64, pairs=3)
-REAL_SMOKE = dict(samples=4, minibatches=2, epochs=2, mean=4, longest=8, pairs=1)
 LEARNING_RATE = 1e-6
 OPEN_QUESTIONS = [
     "Write a short story about a robot that learns to paint.", "Why is the sky blue?",
@@ -91,20 +79,19 @@ class ForcedLengths(transformers.LogitsProcessor):
 
 
 class Bench:
-    def __init__(self, folder, prompts, minibatches, epochs, mean, longest, dtype="float32", forced=True):
-        self.folder, self.prompts, self.samples, self.dtype = folder, prompts, len(prompts), dtype
-        self.forced = forced  # are lengths?
+    def __init__(self, folder, prompts, minibatches, epochs, mean, longest):
+        self.folder, self.prompts, self.samples = folder, prompts, len(prompts)
         self.minibatches, self.epochs, self.longest = minibatches, epochs, longest
         self.lengths = common.forced_lengths("log-normal", self.samples, mean, longest)
         self.tokenizer = ppo_llm.HFTokenizer(folder)
         self.ids = [self.tokenizer.encode_prompt(text) for text in prompts]
 
     def ours(self, compiled: str, iterations: int) -> list[float]:
-        """Seconds of PHASES in the last iteration, and its first ratio's mean distance from 1."""
+        """Seconds of PHASES in the last iteration."""
         silence = contextlib.redirect_stdout(io.StringIO())
         no_export = unittest.mock.patch.object(ppo_llm, "save_hf_checkpoint")  # at the end of a run
         first = unittest.mock.patch.object(ppo_llm, "first_prompt", return_value=0)  # prompt i gets lengths[i]
-        forced = common.forced(ppo_llm, self.lengths) if self.forced else contextlib.nullcontext()
+        forced = common.forced(ppo_llm, self.lengths)
         with tempfile.TemporaryDirectory() as folder, silence, no_export, first, forced:
             ppo_llm.train(ppo_llm.Args(
                 model=self.folder, env_id="Even-v0", env_kwargs=json.dumps({"prompts": self.prompts}),
@@ -112,15 +99,14 @@ class Bench:
                 rollout_slots=self.samples, train_batch_size=self.samples // self.minibatches,
                 ppo_epochs=self.epochs, kl_coef=0.05, max_prompt_tokens=max(map(len, self.ids)),
                 max_new_tokens=self.longest, eval_episodes=1, save_every=0, compile=compiled,
-                actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, micro_batch_tokens=1024, device="cpu",
-                dtype=self.dtype))  # fmt: skip
-            row = json.loads(Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
-        sampled = round(row["objective/response_tokens"] * self.samples)
-        assert not self.forced or sampled == sum(self.lengths), row
+                actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, micro_batch_tokens=1024,
+                device="cpu"))  # fmt: skip
+            row = common.read_lines(Path(folder, "run", "metrics.jsonl"))[-1]
+        assert round(row["objective/response_tokens"] * self.samples) == sum(self.lengths), row
         phases = ("rollout", "score", "critic", "actor", "hand_over")
         seconds = {name: row[f"time/{name}"] for name in phases}
         updates, all_phases = seconds["critic"] + seconds["actor"], sum(seconds.values())
-        return [seconds["rollout"], seconds["score"], updates, all_phases, row["ratio/first_dev"]]
+        return [seconds["rollout"], seconds["score"], updates, all_phases]
 
     def trl_tokenizer(self):
         """With a pad token that occurs nowhere else: TRL masks it, EOS and turns of a chat included."""
@@ -136,33 +122,24 @@ class Bench:
         tokenizer = self.trl_tokenizer()
         data = datasets.Dataset.from_dict({"input_ids": self.ids})
         clock, generate, eos, pad = [], ppo_trainer.batch_generation, tokenizer.eos_token_id, tokenizer.pad_token_id
-        deviations, clamp = [], torch.clamp
-
-        def clamp_ratio(x, low, high):
-            if isinstance(low, float) and low == 1 - PPOConfig.cliprange:  # values are clipped by tensors
-                deviations.append(float((x - 1).abs().mean()))
-            return clamp(x, low, high)
 
         def batch_generation(model, queries, *rest):
             clock.append(time.perf_counter())
             sample = model.generate
-            forced = transformers.LogitsProcessorList([ForcedLengths(self.lengths, eos, pad)] if self.forced else [])
+            forced = transformers.LogitsProcessorList([ForcedLengths(self.lengths, eos, pad)])
             model.generate = lambda **kwargs: sample(logits_processor=forced, **kwargs)
             try:
                 tokens, logits = generate(model, queries, *rest)
             finally:
                 model.generate = sample
                 clock.append(time.perf_counter())
-            assert not self.forced or (tokens[:, queries.shape[1] :] != pad).sum() == sum(self.lengths)
+            assert (tokens[:, queries.shape[1] :] != pad).sum() == sum(self.lengths)
             return tokens, logits
 
-        if self.dtype == "bfloat16":
-            os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             config = PPOConfig(
-                output_dir=folder, use_cpu=True, bf16=self.dtype == "bfloat16",
-                gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
-                num_sample_generations=0, total_episodes=2 * self.samples,
+                output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+                save_strategy="no", disable_tqdm=True, num_sample_generations=0, total_episodes=2 * self.samples,
                 per_device_train_batch_size=self.samples, gradient_accumulation_steps=1, kl_coef=0.05, temperature=1.0,
                 num_mini_batches=self.minibatches, num_ppo_epochs=self.epochs, response_length=self.longest,
                 local_rollout_forward_batch_size=self.samples, learning_rate=LEARNING_RATE,
@@ -181,15 +158,9 @@ class Bench:
             trainer.accelerator.accumulate = first_update
             trainer.log = lambda metrics: clock.append(time.perf_counter())
             ppo_trainer.batch_generation = batch_generation
-            try:
-                with unittest.mock.patch.object(torch, "clamp", clamp_ratio):
-                    trainer.train()
-            finally:
-                ppo_trainer.batch_generation = generate
+            trainer.train()
         start, sampled, scored, end = clock[-4:]
-        assert len(deviations) == 2 * self.epochs * self.minibatches
-        first = deviations[self.epochs * self.minibatches]
-        return [sampled - start, scored - sampled, end - scored, end - start, first]
+        return [sampled - start, scored - sampled, end - scored, end - start]
 
 
 class Even(common.Prompts):
@@ -197,44 +168,8 @@ class Even(common.Prompts):
         return "", sum(ord(c) % 2 for c in response) / max(1, len(response)), True, False, {}
 
 
-def update_products(config: transformers.PretrainedConfig, tokens: float, sampled: float) -> list[tuple]:
-    """Matrix products of an optimizer step of actor and critic: (how many, forwards, n, in, out).
-
-    A matrix [in, out] takes 2 * n * in * out FLOPs to multiply n positions by, and as many for each of the gradients of
-    inputs and of weights. In blocks n is the step's tokens, prompts included and padding not, in both models. The head
-    is the actor's, n the sampled tokens alone, and there are two forwards: the backward computes logits again.
-    Not counted: attention (scores and values, about 1 % at 70 tokens), the critic's head [in, 1], element-wise work.
-    """
-    hidden, inner, blocks = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    matrices = [
-        (1, hidden, queries),  # q_proj
-        (2, hidden, keys),  # k_proj, v_proj
-        (1, queries, hidden),  # o_proj
-        (2, hidden, inner),  # gate_proj, up_proj
-        (1, inner, hidden),  # down_proj
-    ]
-    in_blocks = [(2 * blocks * count, 1, tokens, *shape) for count, *shape in matrices]
-    return [*in_blocks, (1, 2, sampled, hidden, config.vocab_size)]
-
-
-def flops(products: list[tuple]) -> float:
-    return sum(count * (forwards + 2) * 2 * n * rows * columns for count, forwards, n, rows, columns in products)
-
-
-def gemm_rate(products: list[tuple]) -> float:
-    """FLOP/s of these products alone, float32."""
-    seconds = 0.0
-    for count, forwards, n, rows, columns in products:
-        x, weight, grad = torch.randn(n, rows), torch.randn(columns, rows), torch.randn(n, columns)
-        seconds += count * forwards * common.median_seconds(lambda: torch.mm(x, weight.T))
-        seconds += count * common.median_seconds(lambda: torch.mm(grad, weight))
-        seconds += count * common.median_seconds(lambda: torch.mm(grad.T, x))
-    return flops(products) / seconds
-
-
 def one_run(settings: dict, side: str) -> dict:
-    """Seconds of PHASES, the first ratio, and bytes of memory, in this process."""
+    """Seconds of PHASES and bytes of memory, in this process."""
     bench, steps, step = Bench(**settings), [0], torch.optim.AdamW.step
     torch.optim.AdamW.step = lambda *args, **kwargs: (steps.__setitem__(0, steps[0] + 1), step(*args, **kwargs))[1]
     before = psutil.Process().memory_info().rss
@@ -245,7 +180,7 @@ def one_run(settings: dict, side: str) -> dict:
         numbers = bench.ours("on" if side == "--compile on" else "off", iterations)
     assert steps[0] == iterations * optimizers * bench.epochs * bench.minibatches, steps
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
-    return dict(zip((*PHASES, "first_dev"), numbers, strict=True)) | {"bytes": peak - before}
+    return dict(zip(PHASES, numbers, strict=True)) | {"bytes": peak - before}
 
 
 def in_a_process(settings: dict, side: str) -> dict:
@@ -255,15 +190,6 @@ def in_a_process(settings: dict, side: str) -> dict:
     return json.loads(out.splitlines()[-1])
 
 
-def first_ratios(settings: dict):
-    print(common.hardware(transformers, trl) + "\n")
-    sides = "ours", "--compile on", "TRL"
-    common.table(["mean first abs(ratio - 1)", *sides])
-    for dtype in ("float32", "bfloat16"):
-        runs = [in_a_process(settings | dict(dtype=dtype, forced=False), side) for side in sides]
-        common.line([dtype, *(f"{run['first_dev']:.2g}" for run in runs)])
-
-
 def compare(settings: dict, pairs: int):
     """Prints the tables."""
     bench = Bench(**settings)
@@ -271,26 +197,17 @@ def compare(settings: dict, pairs: int):
     tokens = sum(map(len, bench.ids)) + sampled
     print(f"{pairs} pairs, {bench.samples} samples, {tokens} tokens, {sampled} of them sampled; "
           f"{common.hardware(transformers, trl)}\n", flush=True)  # fmt: skip
-    minibatch = tokens // bench.minibatches, sampled // bench.minibatches
-    products = update_products(ppo_llm.load_config(bench.folder), *minibatch)
-    runs, rates = {"ours": [], "--compile on": [], "TRL": []}, [gemm_rate(products)]
+    runs = {"ours": [], "--compile on": [], "TRL": []}
     for _ in range(pairs):
         for side in runs:
             runs[side].append(in_a_process(settings, side))
-        rates.append(gemm_rate(products))
     common.table(["seconds, median (range)", *runs, "TRL / ours", "TRL / --compile on"])
     for phase in PHASES:
         *ours, theirs = ([run[phase] for run in side] for side in runs.values())
         ratios = [[b / a for a, b in zip(side, theirs, strict=True)] for side in ours]
         common.line([phase, *map(common.spread, [*ours, theirs, *ratios])])
-    work = flops(products) * bench.minibatches * bench.epochs
-    rate = statistics.median(rates)
-    shares = [common.spread([work / run["updates"] / rate for run in side]) for side in runs.values()]
-    common.line(["updates, share of the GEMM limit", *shares, "", ""])
     memory = [common.spread([run["bytes"] / 1e9 for run in side]) for side in runs.values()]
     common.line(["peak memory, GB", *memory, "", ""])
-    print(f"\nUpdates need {work / 1e12:.2f} TFLOP, the GEMMs alone make "
-          f"{common.spread([x / 1e9 for x in rates])} GFLOP/s.")  # fmt: skip
 
 
 def random_model(shape, samples, prompt, pairs, **sizes):
@@ -300,12 +217,9 @@ def random_model(shape, samples, prompt, pairs, **sizes):
     compare(dict(folder=folder, prompts=common.random_prompts(tokenizer, samples, prompt), **sizes), pairs)
 
 
-def sums_and_questions(samples: int) -> list[str]:
-    return [*common.sums(samples // 2), *OPEN_QUESTIONS[: samples // 2]]
-
-
 def real_model(folder: str, samples: int, pairs: int, **sizes):
-    compare(dict(folder=folder, prompts=sums_and_questions(samples), **sizes), pairs)
+    prompts = [*common.sums(samples // 2), *OPEN_QUESTIONS[: samples // 2]]
+    compare(dict(folder=folder, prompts=prompts, **sizes), pairs)
 
 
 def main():
@@ -314,19 +228,14 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     common.gym.register("Even-v0", entry_point=Even)
-    smoke = "smoke" in sys.argv
     what, *rest = [*sys.argv[1:], "random"]
     if what == "run":
         print(json.dumps(one_run(json.loads(rest[0]), rest[1])))
-    elif what == "ratio":
-        sizes = dict(minibatches=2, epochs=1, mean=24, longest=24)
-        first_ratios(dict(folder=rest[0], prompts=sums_and_questions(8), **sizes))
     elif what == "real":
         pairs = {"pairs": int(rest[1])} if rest[1].isdigit() else {}
-        pairs |= {"dtype": "bfloat16"} if "bfloat16" in rest else {}
-        real_model(rest[0], **((REAL_SMOKE if smoke else REAL) | pairs))
+        real_model(rest[0], **(REAL | pairs))
     else:
-        random_model(**(SMOKE if smoke else CPU))
+        random_model(**(SMOKE if what == "smoke" else CPU))
 
 
 if __name__ == "__main__":

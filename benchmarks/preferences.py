@@ -1,12 +1,13 @@
 """A reward model from preferences, and PPO that drives it too far: learned and true reward over the KL.
 
     python benchmarks/smollm2.py DIR
-    python benchmarks/preferences.py pairs DIR             # pairs of answers, compared: runs/preferences/pairs.jsonl
-    python benchmarks/preferences.py reward-model DIR 300  # learns from the first 300 pairs: runs/preferences/rm_300
-    python benchmarks/preferences.py ppo DIR 300 0.05 1    # pairs, weight of the KL, seed; goes on where it was
-    python benchmarks/preferences.py plot                  # draws preferences.png, prints tables
+    python benchmarks/preferences.py pairs DIR             # 40 minutes: pairs of answers, compared
+    python benchmarks/preferences.py reward-model DIR 300  # 20 minutes: learns from the first 300 pairs
+    python benchmarks/preferences.py ppo DIR 300 0.05 1    # 55 minutes: pairs, weight of the KL, seed; can be resumed
+    python benchmarks/preferences.py plot                  # prints tables, draws pictures/preferences.png
     python benchmarks/preferences.py look DIR              # do the trained models still answer the question?
 
+Minutes are those of one core. Pairs, models and runs stay in runs/preferences, results in data/preferences.jsonl.
 The true reward is the sentiment of an answer, -1 to 1, by VADER's lexicon and rules, which stands in for the people who
 compare answers (as a larger reward model does in Gao et al. 2022, https://arxiv.org/abs/2210.10760). Training sees it
 only through the comparisons: the reward model learns by Bradley and Terry's model that the better answer of each pair
@@ -30,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from common import ppo_llm
 
-FOLDER, RESULTS = Path("runs/preferences"), Path(__file__).with_suffix(".jsonl")
+FOLDER, RESULTS = Path("runs/preferences"), common.DATA / "preferences.jsonl"
 ASK = ("Tell me about {}.", "Write a short text about {}.", "What do you think of {}?", "Describe {}.",
        "Say something about {}.", "What comes to your mind when you think of {}?")  # fmt: skip
 TOKENS, PASSES, HELD_OUT_PASSES = 24, 10, 6
@@ -81,14 +82,10 @@ def make_pairs(folder: str) -> None:
             for two in zip(scored[::2], scored[1::2]):
                 (prompt, low, worse), (_, high, better) = sorted(two)
                 if high > low:
-                    pairs.append({"prompt": prompt, "better": better, "worse": worse, "margin": high - low})
+                    pairs.append({"prompt": prompt, "better": better, "worse": worse})
             print(split, k, len(pairs), file=sys.stderr, flush=True)
         name = "pairs" if split == "train" else "pairs_test"
         (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-
-
-def read_pairs(name: str) -> list[dict]:
-    return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
 
 
 def make_reward_model(folder: str, count: int) -> None:
@@ -111,7 +108,8 @@ def make_reward_model(folder: str, count: int) -> None:
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
         return model(tokens, attention_mask=tokens != model.config.pad_token_id).logits.view(2, len(pairs))
 
-    pairs, held_out = read_pairs("pairs")[:count], read_pairs("pairs_test")
+    pairs, held_out = (common.read_lines(FOLDER / f"{name}.jsonl") for name in ("pairs", "pairs_test"))
+    pairs = pairs[:count]
     assert len(pairs) == count, f"there are {len(pairs)} pairs"
     epochs = max(1, round(1000 / count))
     steps = [rows for _ in range(epochs) for rows in torch.randperm(count).split(BATCH)]
@@ -150,21 +148,18 @@ def ppo(folder: str, count: int, kl_coef: float, seed: int) -> None:
         json.dumps({"path": str(FOLDER / f"prompts_{split}.jsonl")}) for split in ("train", "test"))  # fmt: skip
     with unittest.mock.patch.object(ppo_llm.Run, "write", look_and_write):
         ppo_llm.train(ppo_llm.Args(log_dir=str(FOLDER), run_name=name, resume="auto", device="cpu", **flags))
-    lines = [json.loads(line) for line in (FOLDER / name / "metrics.jsonl").read_text().splitlines()]
     keep = ("objective/kl", "objective/true_reward", "objective/reward_model", "objective/entropy", "time/iteration",
             "critic/explained_variance", "objective/response_tokens")  # fmt: skip
-    answers = [json.loads(line) for line in (FOLDER / name / "completions.jsonl").read_text().splitlines()]
-    rows = [{key: row.get(key) for key in keep} for row in lines]
-    answers = [answer for answer in answers if answer["iteration"] in (0, 7, 15, 23)]
+    rows = [{key: row.get(key) for key in keep} for row in common.read_lines(FOLDER / name / "metrics.jsonl")]
+    completions = common.read_lines(FOLDER / name / "completions.jsonl")
+    answers = [answer for answer in completions if answer["iteration"] in (0, 7, 15, 23)]
     run = {"pairs": count, "kl_coef": kl_coef, "seed": seed, "rows": rows, "answers": answers}
-    with open(RESULTS, "a") as file:
-        file.write(json.dumps(run) + "\n")
+    common.add_line(RESULTS, run)
     print(f"{name}: see {FOLDER / name}, and preferences.py plot")
 
 
 def plot() -> None:
-    runs = sorted((json.loads(line) for line in RESULTS.read_text().splitlines()),
-                  key=lambda run: [run[name] for name in ("pairs", "kl_coef", "seed")])  # fmt: skip
+    runs = sorted(common.read_lines(RESULTS), key=lambda run: [run[name] for name in ("pairs", "kl_coef", "seed")])
     colors = {}
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     common.table(["pairs", "KL weight", "seed", "KL, nats", "learned reward: first, last",
@@ -186,7 +181,7 @@ def plot() -> None:
     axes[0].set(xlabel="KL to the reference, nats", ylabel="learned reward, standard deviations")
     axes[1].set(xlabel="KL to the reference, nats", ylabel="true reward, -1 to 1")
     axes[0].legend(fontsize=7)
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
+    figure.savefig(common.PICTURES / "preferences.png", dpi=110)
     print()
     common.table(["pairs", "KL weight", "iteration", "prompt", "answer", "learned", "true"])
     for run in runs:

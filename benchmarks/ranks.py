@@ -1,8 +1,9 @@
 """The same run with one process and with several ranks, meshes and placements: how far apart are the numbers?
 
-    python benchmarks/ranks.py [script.py]        # up to 4 ranks
-    python benchmarks/ranks.py many [script.py]   # 8 and 16, many more than cores: does it start, agree and end
+    python benchmarks/ranks.py         # up to 4 ranks
+    python benchmarks/ranks.py many    # 8 and 16, many more than cores: does it start, agree and end
 
+Prints the largest differences from the first run, and seconds.
 Actor and critic are apart in a copy of the script with tests/forks/critic_ranks.patch applied, which adds the flag
 --critic-ranks; all other runs are those of the script itself.
 Three iterations of the embedded task in float32 on the CPU, most of what the loop can do switched on. Compared are four
@@ -19,11 +20,9 @@ import time
 from pathlib import Path
 
 import safetensors.torch
-from common import ROOT, hardware, line, patched_script, table
+from common import ROOT, hardware, line, patched_script, read_lines, table
 
 MANY = sys.argv[1:2] == ["many"]
-REST = sys.argv[1 + MANY :]
-SCRIPT = Path(REST[0] if REST else ROOT / "ppo_llm.py").resolve()
 FLAGS = (
     "--num-iterations 3 --rollout-batch-size 64 --n-samples-per-prompt 2 --train-batch-size 32 "
     "--micro-batch-tokens 200 --sft-steps 5 --eval-episodes 32 --kl-coef 0.05 --ref-sync-every 2 "
@@ -51,9 +50,9 @@ def numbers(value, name=""):
 
 
 def results(folder: Path):
-    rows = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    rows = read_lines(folder / "metrics.jsonl")
     rows = [{key: value for key, value in row.items() if not key.startswith(SKIPPED)} for row in rows]
-    texts = [json.loads(line)["response"] for line in open(folder / "completions.jsonl")]
+    texts = [row["response"] for row in read_lines(folder / "completions.jsonl")]
     return numbers(rows), texts, safetensors.torch.load_file(folder / "model" / "model.safetensors")
 
 
@@ -61,11 +60,11 @@ def main() -> None:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     print(f"{os.cpu_count()} cores, {hardware()}\n")
     table(["run", "same responses", "largest difference of a metric", "of a weight", "start, s", "the rest, s"])
-    patched = patched_script("critic_ranks", SCRIPT)
+    patched = patched_script("critic_ranks")
     with tempfile.TemporaryDirectory() as work:
         for i, (name, (ranks, flags)) in enumerate(RUNS.items()):
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-            script = patched if "--critic-ranks" in flags else SCRIPT
+            script = patched if "--critic-ranks" in flags else ROOT / "ppo_llm.py"
             command = [sys.executable, *launch, str(script), *FLAGS, *flags.split()]
             command += ["--log-dir", work, "--run-name", str(i)]
             started = time.perf_counter()

@@ -1,14 +1,14 @@
 """Rollout in waves (ppo_llm.py) against continuous batching (ppo_llm_continuous_batching.py) and transformers' own.
 
-    python benchmarks/rollout.py              # CPU, one thread, 28 minutes; also draws benchmarks/occupancy.png
+    python benchmarks/rollout.py              # CPU, one thread, 28 minutes; also draws pictures/occupancy.png
     python benchmarks/rollout.py cuda         # a 0.5B shape in bfloat16, 64 and 256 slots
     python benchmarks/rollout.py cpu constant # only lengths of these names
     python benchmarks/rollout.py smoke        # a few seconds: does it run
 
-One process, the same random Qwen2-shaped weights, prompts and forced lengths on all sides (no EOS, greedy). Waves and
-continuous batching decode in turn, a fifth of a second each, since a machine shared with others may be a third slower
-from one minute to the next; then transformers does. Steps are counted, and predicted by `simulate.py`; tokens per
-second and ratios are medians.
+Prints tokens per second, decode steps, occupancy and ratios for five distributions of lengths; tokens per second and
+ratios are medians. One process, the same random Qwen2-shaped weights, prompts and forced lengths on all sides (no EOS,
+greedy). Waves and continuous batching decode in turn, a fifth of a second each, since a machine shared with others may
+be a third slower from one minute to the next; then transformers does.
 """
 
 import concurrent.futures
@@ -18,13 +18,11 @@ import statistics
 import sys
 import threading
 import time
-from pathlib import Path
 
 import common
-import simulate
 import torch
 import transformers
-from common import ppo_llm, spread
+from common import PICTURES, ppo_llm, spread
 
 import ppo_llm_continuous_batching
 
@@ -38,6 +36,21 @@ PAGED = ("paged|eager", "paged|sdpa")
 LENGTHS = ("log-normal", "exponential", "uniform", "90 / 10", "constant")
 COLUMNS = ("lengths", "samples / slots", "tokens/s: waves", "continuous", "transformers", "steps: waves", "continuous",
            "occupancy: waves", "continuous", "gain", "ideal gain", "gain / ideal", "continuous / transformers")
+
+
+def continuous_steps(lengths: list[int], slots: int) -> int:
+    """Decode steps of greedy list scheduling: a slot that is free takes the next response at once."""
+    waiting, left, steps = list(lengths)[::-1], [0] * slots, 0
+    while waiting or any(left):
+        left = [n or (waiting.pop() if waiting else 0) for n in left]
+        left = [max(0, n - 1) for n in left]
+        steps += 1
+    return steps
+
+
+def static_steps(lengths: list[int], slots: int) -> int:
+    """Decode steps of waves: the next `slots` responses begin when all of the last ones have ended."""
+    return sum(max(lengths[i : i + slots]) for i in range(0, len(lengths), slots))
 
 
 class Turns:
@@ -104,7 +117,7 @@ class Bench:
             self.decoders[name, slots] = made
         decoder, count = self.decoders[name, slots]
         K = decoder.steps
-        simulated = simulate.static_steps if name == "waves" else simulate.continuous_steps
+        simulated = static_steps if name == "waves" else continuous_steps
         predicted = K * simulated([-(-n // K) for n in lengths], slots)
 
         def after():
@@ -156,7 +169,7 @@ class Bench:
         return {"seconds": seconds, "tokens": [results[i] for i in range(len(lengths))]}
 
 
-def plot(runs: dict, slots: int, path: Path) -> None:
+def plot(runs: dict, slots: int) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
@@ -166,7 +179,7 @@ def plot(runs: dict, slots: int, path: Path) -> None:
         axes.step(seconds, rows, where="pre", label=label, linewidth=1)
     axes.set(xlabel="seconds", ylabel=f"rows that decode, of {slots}", ylim=(0, slots * 1.05))
     axes.legend(loc="upper right")
-    figure.savefig(path, dpi=110)
+    figure.savefig(PICTURES / "occupancy.png", dpi=110)
 
 
 def main():
@@ -211,7 +224,7 @@ def main():
             speed = {side: sum(lengths) / statistics.median(run["seconds"] for run in runs[side]) for side in runs}
             last = {side: runs[side][-1] for side in SIDES}
             steps = {side: run["steps"] for side, run in last.items()}
-            ideal = simulate.static_steps(lengths, slots) / simulate.continuous_steps(lengths, slots)
+            ideal = static_steps(lengths, slots) / continuous_steps(lengths, slots)
             gain = ratio("waves", "continuous")
             cells = [name, f"{slots * times} / {slots}", f"{speed['waves']:,.0f}", f"{speed['continuous']:,.0f}",
                      f"{speed['peer']:,.0f} ({best})", f"{steps['waves']:,}", f"{steps['continuous']:,}",
@@ -219,7 +232,7 @@ def main():
                      f"{statistics.median(gain) / ideal:.3f}", spread(ratio("peer", "continuous"))]  # fmt: skip
             common.line(cells)
             if name == "log-normal" and mode == "cpu":
-                plot(last, slots, Path(__file__).parent / "occupancy.png")
+                plot(last, slots)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 benchmarks/scale.py tiny real  # the same counts of real ranks (gloo, CPU), to compare
 
 MODEL is tiny, 0.5B, 1.5B, 3B, 7B, 14B, 32B (shapes of Qwen2.5), 70B (of Llama 3) or a folder with a config.json.
-Needs g++ and the CPU build of PyTorch.
+Prints numbers for each phase of an iteration, its least time, and whether it fits. Needs g++ and the CPU build of
+PyTorch.
 
 `ppo_llm.train` runs unmodified as rank 0 of W, on tensors without data (FakeTensor) and PyTorch's "fake" process group;
 tensors on the host are real, but for the weights, gradients and moments that a patched script keeps there. A rollout

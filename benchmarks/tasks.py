@@ -1,6 +1,11 @@
-"""Three tasks for a small instruct model: single-turn environments with held-out prompts (split="test").
+"""Environments: sums, the largest of four numbers, cheerful answers; and, for the built-in model, dense rewards.
 
-python ppo_llm.py --model DIR --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{"split": "test"}' ...
+    python ppo_llm.py --model DIR --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{"split": "test"}' ...
+    python ppo_llm.py --env-id benchmarks.tasks:Dense-v0 --max-new-tokens 7 --gamma 0.5    # each right digit at once
+    python ppo_llm.py --env-id benchmarks.tasks:AtEnd-v0 --max-new-tokens 7                # all with the last token
+
+The first three are for a small instruct model, which answers once; prompts of split="test" are held out. The others
+take two minutes.
 """
 
 import random
@@ -27,29 +32,20 @@ def split_rows(rows: list, split: str) -> list:
 class Sums(gym.Env):
     """Prompts "What is 8 + 9?", numbers of up to `digits` digits. Reward 1 if the last number of the answer is it.
 
-    partial: a wrong number of the right length gets half the share of its digits that are right. think: the prompt asks
-    for it. curriculum: numbers grow over this many prompts from seed `first` on, ppo_llm.first_prompt(args).
-    order: a number for that of the prompts.
+    partial: a wrong number of the right length gets half the share of its digits that are right.
+    order: prompts are shuffled by this seed.
     """
 
-    def __init__(self, split: str = "train", digits: int = 1, partial: bool = False, curriculum: int = 0,
-                 first: int = 0, think: bool = False, order: int = 0):  # fmt: skip
+    def __init__(self, split: str = "train", digits: int = 1, partial: bool = False, order: int = 0):
         numbers = range(10**digits)
         self.rows = split_rows([(a, b) for a in numbers for b in numbers], split)
         if order:
             random.Random(order).shuffle(self.rows)
-        self.partial, self.curriculum, self.first = partial, curriculum if split == "train" else 0, first
-        self.task = " Think step by step, then give the answer." if think else ""
-        if self.curriculum:
-            self.rows.sort(key=max)
+        self.partial = partial
 
     def reset(self, *, seed=None, options=None):
-        seed, row = seed or 0, (seed or 0) % len(self.rows)
-        if self.curriculum:  # from the first 64
-            known = 64 + len(self.rows) * max(0, seed - self.first) // self.curriculum
-            row = random.Random(seed).randrange(min(known, len(self.rows)))
-        self.a, self.b = self.rows[row]
-        return f"What is {self.a} + {self.b}?{self.task}", {}
+        self.a, self.b = self.rows[(seed or 0) % len(self.rows)]
+        return f"What is {self.a} + {self.b}?", {}
 
     def step(self, response):
         number, right = (re.findall(r"\d+", response.replace(",", "")) or [""])[-1], str(self.a + self.b)
@@ -97,6 +93,35 @@ class Cheerful(gym.Env):
         return "", self.scorer.polarity_scores(response)["compound"], True, False, {}
 
 
+class Sequences(gym.Env):
+    """Continue a sequence of digits, as "258:" -> "14703" (steps of 3, modulo 10). A right digit earns a sixth.
+
+    So does an answer of five characters. dense: each digit is rewarded where it stands, else all are on the last token.
+    """
+
+    def __init__(self, dense: bool):
+        self.dense = dense
+
+    def reset(self, *, seed=None, options=None):
+        rng = random.Random(seed)
+        first, step = rng.randrange(10), rng.randrange(10)
+        terms = "".join(str((first + i * step) % 10) for i in range(8))
+        self.answer = terms[3:]
+        return terms[:3] + ":", {}
+
+    def step(self, response):
+        ends = [end for end, (a, b) in enumerate(zip(response, self.answer), start=1) if a == b]
+        reward = float(len(response) == 5) / 6
+        info = {"success": response == self.answer}
+        if self.dense:
+            info["rewards"] = [(end, 1 / 6) for end in ends]
+        else:
+            reward += len(ends) / 6
+        return "", reward, True, False, info
+
+
 gym.register("Sums-v0", entry_point=Sums)
 gym.register("Largest-v0", entry_point=Largest)
 gym.register("Cheerful-v0", entry_point=Cheerful)
+gym.register("Dense-v0", entry_point=Sequences, kwargs={"dense": True})
+gym.register("AtEnd-v0", entry_point=Sequences, kwargs={"dense": False})
