@@ -25,12 +25,12 @@ def start(folder, name, *command, **environment) -> subprocess.Popen:
         "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OUT": str(out), "RESULTS": str(out / "results.jsonl"),
         "WORK": str(folder / f"{name}_work")}  # fmt: skip
     command = [sys.executable, "-W", "ignore", *map(str, command)]
-    return subprocess.Popen(command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with open(folder / f"{name}.txt", "w") as file:
+        return subprocess.Popen(command, env=env, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
 
-def finish(process, folder, name) -> list[dict]:
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, output[-6000:]
+def results(folder, name, code) -> list[dict]:
+    assert code == 0, (folder / f"{name}.txt").read_text()[-6000:]
     rows = [json.loads(line) for line in (folder / name / "results.jsonl").read_text().splitlines()]
     assert all(row.get("ok", True) for row in rows)
     return rows
@@ -54,7 +54,8 @@ def test_the_kit_runs(tmp_path):
         "cpu": start(tmp_path, "cpu", KIT / "parts.py", *on_cpu, DEVICE="cpu"),
         "gpu": start(tmp_path, "gpu", "-c", SIMULATE, KIT / "parts.py", *on_gpu, DEVICE="cuda", TINY="1"),
         "scripts": start(tmp_path, "scripts", KIT / "first_gpu.py", *OF_SCRIPTS, *work)}  # fmt: skip
-    rows = {name: finish(process, tmp_path, name) for name, process in processes.items()}
+    codes = {name: process.wait(timeout=300) for name, process in processes.items()}
+    rows = {name: results(tmp_path, name, code) for name, code in codes.items()}
     done = {name: [row["done"] for row in found if "done" in row] for name, found in rows.items()}
     assert done["gpu"] == [part.split(":")[0] for part in on_gpu] and len(done["cpu"]) == len(on_cpu)
     assert done["scripts"] == OF_SCRIPTS and (tmp_path / "scripts" / "metrics.jsonl").stat().st_size

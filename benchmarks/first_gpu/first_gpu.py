@@ -128,7 +128,8 @@ class Runner:
         checks = [row for row in rows if "check" in row]
         failed = [row for row in checks if not row["ok"]]
         bad = ", ".join(f"{name} ({state})" for name, state in self.states.items() if state != "ok")
-        print(f"\n=== {time.monotonic() - START:.0f} s: {len(checks) - len(failed)} checks passed, {len(failed)} failed")
+        passed = len(checks) - len(failed)
+        print(f"\n=== {time.monotonic() - START:.0f} s: {passed} checks passed, {len(failed)} failed")
         print(f"parts that did not end well: {bad or 'none'}")
         for row in failed:
             print("FAILED", json.dumps(row)[:600])
