@@ -48,7 +48,7 @@ def test_the_calls_name_parts_that_are_tried():
 def test_the_kit_runs(tmp_path):
     has_trl = importlib.util.find_spec("trl") and importlib.util.find_spec("trl.experimental.ppo")
     on_cpu = [*IN_PROCESS, *(TRL if has_trl else [])]
-    on_gpu = ["fp32", "graphs", "decode", "update", "iteration:compile=off"]
+    on_gpu = ["fp32", "graphs", "decode", "update:compile=off", "iteration:compile=off"]
     work = ["--work", tmp_path / "scripts_work", "--budget", 280, "--cpu"]
     processes = {
         "cpu": start(tmp_path, "cpu", KIT / "parts.py", *on_cpu, DEVICE="cpu"),

@@ -97,8 +97,8 @@ def seconds(run) -> float:
 def memory() -> dict:
     if not GPU:
         return {}
-    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return {"peak_gb": round(peaks[0] / 1e9, 2), "reserved_gb": round(peaks[1] / 1e9, 2)}
+    return {"peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+            "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2)}  # fmt: skip
 
 
 def measured(name: str, default: float) -> float:
@@ -117,11 +117,8 @@ def kernels(run) -> list[tuple[str, float, int]]:
     with torch.profiler.profile(activities=[kinds.CUDA if GPU else kinds.CPU]) as profile:
         run()
         synchronize()
-    events = profile.key_averages()
-    if GPU:
-        rows = [(event.key, event.self_device_time_total, event.count) for event in events]
-    else:
-        rows = [(event.key, event.self_cpu_time_total, event.count) for event in events]
+    attribute = "self_device_time_total" if GPU else "self_cpu_time_total"
+    rows = [(event.key, getattr(event, attribute), event.count) for event in profile.key_averages()]
     return sorted((row for row in rows if row[1]), key=lambda row: -row[1])
 
 
@@ -317,7 +314,7 @@ def attention():
         for what, found in (("training", training), ("decode", decoding)):
             of_attention = [name for name, *_ in found if any(x in name for x in ("flash", "fmha", "oftmax", "oftMax"))]
             names[what] = " ".join(of_attention)
-            report(what=what, dtype=dtype, kernels=[name[:110] for name in of_attention])
+            report(what=what, dtype=dtype, kernels=names[what][:600])
         if GPU and dtype == "bfloat16":
             both = all(name in names["training"] for name in ("flash_fwd", "flash_bwd"))
             check("training uses flash attention", both)
