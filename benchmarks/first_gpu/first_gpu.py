@@ -35,6 +35,7 @@ PARTS = {
     "speed": (["decode:compile=on", "update:compile=on", "iteration", "update:compile=off:tokens=4096",
                "decode:compile=off:rows=64"], 270),
     "learn": (["default_task:iterations=270"], 170),
+    "two_ranks:compile=on": (["two_ranks:compile=on"], 200),
     "trl": (["trl:side=TRL"], 90),
     "ours": (["trl:side=ours"], 80),
 }  # fmt: skip
