@@ -44,7 +44,7 @@ NAME, OPTIONS = "", {}  # of the part that runs
 def report(**values):
     line = json.dumps({"part": NAME, **OPTIONS, **values}, default=str)
     print("RESULT", line, flush=True)
-    with open(RESULTS, "a") as file:
+    with RESULTS.open("a") as file:
         file.write(line + "\n")
 
 
@@ -225,8 +225,7 @@ def fp32():
         flags |= dict(rollout_batch_size=8, train_batch_size=4)
     name = f"fp32-{ppo.__name__}"
     ppo.train(ppo.Args(**flags, device="cpu", num_iterations=1, sft_steps=2 if TINY else 150, run_name=name))
-    folder = RUNS / name / "model"
-    sizes = dict(max_prompt_tokens=16, max_new_tokens=8)
+    folder, sizes = RUNS / name / "model", dict(max_prompt_tokens=16, max_new_tokens=8)
     flags |= sizes | dict(model=str(folder), num_iterations=3, actor_lr=5e-4, critic_lr=1e-3)
     for device in dict.fromkeys((DEVICE, "cpu")):
         ppo.train(ppo.Args(**flags, device=device, run_name=f"{name}-{device}"))
