@@ -66,7 +66,7 @@ def main():
             rows = 2**27 // size[4]
             numbers, worst = update([[rows + 1]], "bfloat16", 0, size)
             line(model, f"a chunk of the head, {rows} rows, three passes", *numbers, worst)
-        for count in (2, 8) if "compile" in parts else ():
+        for count in (2, 8, 24) if "compile" in parts else ():
             torch.compiler.reset()
             start = time.process_time()
             decode(count, [*size[:4], 8192], 64, 100, 1)

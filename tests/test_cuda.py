@@ -85,7 +85,8 @@ def test_two_ranks(ppo, tmp_path):
 @simulated
 def test_cuda_graphs_give_the_same_samples_and_faults_are_found(ppo):
     command = [sys.executable, "-W", "ignore", SIMULATED.with_name("decode_graphs.py"), ppo.__name__]
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
     found = json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
     assert found.pop("none") is None
     assert len(found) == 5 and all(found.values()), found

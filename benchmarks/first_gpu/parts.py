@@ -1,0 +1,614 @@
+"""Parts of first_gpu.py, one after the other: `python benchmarks/first_gpu/parts.py NAME[:key=value...] ...`
+
+A part appends what it found to the file that RESULTS names, one JSON object a line, as soon as it knows it. With
+DEVICE=cpu, and with TINY=1 on a simulated device, shapes are tiny.
+"""
+
+# ruff: noqa: E402
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+import types
+import warnings
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+import common
+import torch
+import transformers
+from torch.distributed.tensor import DTensor
+
+DEVICE = os.environ.get("DEVICE", "cuda")
+TINY = DEVICE == "cpu" or "TINY" in os.environ
+GPU = DEVICE == "cuda" and not TINY  # a real one
+COMPILED = "on" if DEVICE == "cuda" else "off"
+RESULTS = Path(os.environ.get("RESULTS", "/tmp/first_gpu/results.jsonl"))
+PROFILE = RESULTS.with_name("profile.txt")
+WORK = Path(os.environ.get("WORK", "/tmp/first_gpu_work"))
+RUNS = WORK / "runs"
+SHAPE = common.TINY | dict(vocab_size=512) if TINY else common.QWEN_05B
+NAME, OPTIONS = "", {}  # of the part that runs
+
+
+def report(**values):
+    line = json.dumps({"part": NAME, **OPTIONS, **values}, default=str)
+    print("RESULT", line, flush=True)
+    with RESULTS.open("a") as file:
+        file.write(line + "\n")
+
+
+def check(what: str, ok: bool, **values) -> bool:
+    report(check=what, ok=bool(ok), **values)
+    return bool(ok)
+
+
+def script():
+    """The chosen script, with device, attention kernels and process group as its runs have them."""
+    ppo = importlib.import_module(OPTIONS.get("script", "ppo_llm"))
+    ppo.connect(ppo.Args(device=DEVICE))
+    return ppo
+
+
+def metrics(run: str) -> list[dict]:
+    path = RUNS / run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def summary(run: str) -> dict:
+    return json.loads((RUNS / run / "summary.json").read_text())
+
+
+def largest_difference(rows: list[dict], others: list[dict]) -> dict:
+    """The largest relative difference of a metric that is no time, and its name."""
+    worst, where = 0.0, ""
+    for row, other in zip(rows, others, strict=True):
+        for key, a in row.items():
+            if key.startswith(("actor/", "critic/", "objective/")):
+                b = other[key]
+                difference = abs(a - b) / max(1e-3, abs(a), abs(b))
+                if difference > worst:
+                    worst, where = difference, f"{key} in iteration {row['iteration']}"
+    return {"worst": worst, "where": where}
+
+
+def synchronize():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(run) -> float:
+    synchronize()
+    start = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def memory() -> dict:
+    if not GPU:
+        return {}
+    return {"peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+            "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2)}  # fmt: skip
+
+
+def measured(name: str, default: float) -> float:
+    """A ceiling that `env` has measured, if it ran."""
+    for line in RESULTS.read_text().splitlines() if RESULTS.exists() else ():
+        default = json.loads(line).get(name, default)
+    return default
+
+
+def kernels(run) -> list[tuple[str, float, int]]:
+    """(name, microseconds, launches) of the kernels of run(), the longest first."""
+    if DEVICE == "cuda" and not GPU:
+        return []  # a simulated device cannot be profiled
+    kinds = torch.profiler.ProfilerActivity
+    run()
+    with torch.profiler.profile(activities=[kinds.CUDA if GPU else kinds.CPU]) as profile:
+        run()
+        synchronize()
+    attribute = "self_device_time_total" if GPU else "self_cpu_time_total"
+    rows = [(event.key, getattr(event, attribute), event.count) for event in profile.key_averages()]
+    return sorted((row for row in rows if row[1]), key=lambda row: -row[1])
+
+
+def profile(title: str, run):
+    """Report the longest kernels of run(); forty of them go into PROFILE."""
+    found = kernels(run)
+    total, launches = sum(row[1] for row in found), sum(row[2] for row in found)
+    table = [f"{time / total:6.1%} {time:10.0f} us {count:6d} x {name[:150]}" for name, time, count in found]
+    with open(PROFILE, "a") as file:
+        print(f"\n## {title}: {total / 1e3:.2f} ms in {launches} kernels", *table[:40], sep="\n", file=file)
+    report(profile=title, device_ms=round(total / 1e3, 3), kernels=launches, top=[line[:110] for line in table[:15]])
+
+
+def host_waits(run) -> dict:
+    """Where the host waits for the device in run(), as PyTorch's debug mode sees it."""
+    if not GPU:
+        return {}
+    run()
+    synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    torch.cuda.set_sync_debug_mode("default")
+    places = [f"{Path(w.filename).name}:{w.lineno}" for w in found if "synchroniz" in str(w.message)]
+    return {"host_waits": len(places), "places": sorted(set(places))}
+
+
+# --- What the card and the machine are
+
+
+def env():
+    if DEVICE == "cuda":
+        query = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
+        smi = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv"], capture_output=True, text=True)
+        report(nvidia_smi=smi.stdout.strip(), capability=torch.cuda.get_device_capability(),
+               cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), nccl=torch.cuda.nccl.version(),
+               free_gb=round(torch.cuda.mem_get_info()[0] / 1e9, 1))  # fmt: skip
+    versions = {"cpus": os.cpu_count(), "python": sys.version.split()[0]}
+    for name in ("torch", "triton", "transformers", "tyro", "gymnasium", "trl", "datasets", "accelerate"):
+        try:
+            versions[name] = importlib.import_module(name).__version__
+        except Exception as error:
+            versions[name] = repr(error)[:200]
+    report(**versions)
+    floats, n = (2**16, 256) if TINY else (2**28, 8192)
+    a = torch.rand(floats, device=DEVICE)
+    b = torch.empty_like(a)
+    x = torch.rand(n, n, device=DEVICE)
+    y = x.to(torch.bfloat16)
+    median = lambda run: statistics.median([seconds(run) for _ in range(10)][1:])
+    report(copy_gb_per_s=round(2 * a.nbytes / median(lambda: b.copy_(a)) / 1e9),
+           bf16_tflops=round(2 * n**3 / median(lambda: y @ y) / 1e12, 1),
+           fp32_tflops=round(2 * n**3 / median(lambda: x @ x) / 1e12, 1))  # fmt: skip
+
+
+# --- Correctness
+
+
+def start_script(run: str, *flags, **environment) -> subprocess.Popen:
+    """The script as a user starts it."""
+    name = OPTIONS.get("script", "ppo_llm")
+    command = [sys.executable, f"{name}.py", "--device", DEVICE, "--run-name", run, "--log-dir", RUNS, *flags]
+    return subprocess.Popen([str(x) for x in command], cwd=ROOT, env=os.environ | environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+
+def ends_well(what: str, *processes: subprocess.Popen, **values) -> bool:
+    """Wait for processes, print the end of their output, and check that they end with 0."""
+    outputs = [process.communicate()[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    print(*(output[-6000:] for output in outputs), sep="\n----\n", flush=True)
+    end = [output[-1000:] for output in outputs] if any(codes) else []
+    return check(f"{what}: ends with 0", not any(codes), codes=codes, end=end, **values)
+
+
+def small(*, iterations: int, samples: int) -> list:
+    """Flags of a short run of the default task."""
+    sizes = (2, 8) if TINY else (10, samples)
+    return ["--num-iterations", iterations, "--sft-steps", sizes[0], "--rollout-batch-size", sizes[1],
+            "--train-batch-size", sizes[1] // 2, "--eval-episodes", sizes[1]]  # fmt: skip
+
+
+def seen(rows: list[dict]) -> dict:
+    """What is looked at first in the metrics of a run."""
+    devs = [row["ratio/first_dev"] for row in rows]
+    return dict(
+        first_dev=devs[0], worst_first_dev=max(devs), first_kl=rows[0]["ratio/steps"][0]["approx_kl"],
+        worst_sampler_diff=max(row["debug/sampler_trainer_logprob_diff"] for row in rows),
+        diagnoses=sorted({row["ratio/diagnosis"] for row in rows if "ratio/diagnosis" in row}),
+        rewards=[round(row["objective/reward"], 3) for row in rows[:: max(1, len(rows) // 10)]],
+        s_first=round(rows[0]["time/iteration"], 2),
+        s_median=round(statistics.median(row["time/iteration"] for row in rows), 3),
+        **{key: round(value, 4) for key, value in rows[-1].items() if key.startswith("time/")},
+        peak_gb=round(max(row["perf/peak_memory_bytes"] for row in rows) / 1e9, 2))  # fmt: skip
+
+
+def fp32():
+    """Float32, uncompiled, on the device and on the CPU, from the same weights."""
+    ppo, rows, answers = script(), {}, {}
+    flags = dict(dtype="float32", compile="off", log_dir=str(RUNS), save_every=0, eval_episodes=8 if TINY else 64)
+    if TINY:
+        flags |= dict(rollout_batch_size=8, train_batch_size=4)
+    name = f"fp32-{ppo.__name__}"
+    ppo.train(ppo.Args(**flags, device="cpu", num_iterations=1, sft_steps=2 if TINY else 150, run_name=name))
+    folder, sizes = RUNS / name / "model", dict(max_prompt_tokens=16, max_new_tokens=8)
+    flags |= sizes | dict(model=str(folder), num_iterations=3, actor_lr=5e-4, critic_lr=1e-3)
+    for device in dict.fromkeys((DEVICE, "cpu")):
+        ppo.train(ppo.Args(**flags, device=device, run_name=f"{name}-{device}"))
+        rows[device] = metrics(f"{name}-{device}")
+        report(device=device, **seen(rows[device]))
+        actor, _ = ppo.load_hf_checkpoint(folder)
+        tokenizer, args = ppo.HFTokenizer(folder), ppo.Args(temperature=0.0, compile="off", **sizes)
+        decoder, count = common.make_decoder(ppo, actor.to(device), tokenizer, 16, args)
+        envs = [ppo.SortDigits() for _ in range(count)]
+        episodes = ppo.rollout(decoder, tokenizer, envs, range(16), range(16), -1, args)
+        answers[device] = [episode.ids for episode in episodes]
+    ours, cpu = rows[DEVICE], rows["cpu"]
+    for i in range(3):
+        report(what=f"largest relative difference in iteration {i}", **largest_difference([ours[i]], [cpu[i]]))
+    differences = [abs(row["objective/reward"] - other["objective/reward"]) for row, other in zip(ours, cpu)]
+    check("reward of iteration 0 within 0.004 of the CPU's, that is a few samples", differences[0] < 0.004)
+    check("first ratio within 1e-4 of 1", ours[0]["ratio/first_dev"] < 1e-4)
+    check("sampler and trainer within 1e-4", ours[0]["debug/sampler_trainer_logprob_diff"] < 1e-4)
+    check("16 greedy answers are those of the CPU", answers[DEVICE] == answers["cpu"])
+
+
+def default_task():
+    """What a user gets on a GPU: bfloat16, compiled, CUDA graphs, FSDP on one rank."""
+    iterations = int(OPTIONS.get("iterations", 20))
+    compiled = OPTIONS.get("compile", COMPILED)
+    name = "-".join(["default", *OPTIONS.values()])
+    flags = small(iterations=2, samples=8) if TINY else ["--num-iterations", iterations]
+    start = time.perf_counter()
+    process = start_script(name, *flags, "--save-every", 0, "--dtype", "bfloat16", "--compile", compiled)
+    if not ends_well("the default task", process):
+        return
+    rows, whole = metrics(name), summary(name)
+    report(**seen(rows), eval_before=whole["eval_before"], eval_after=whole["eval_after"],
+           process_s=round(time.perf_counter() - start, 1))  # fmt: skip
+    check("the first ratio is exactly 1 in every iteration", all(row["ratio/first_dev"] == 0 for row in rows))
+    check("sampler and trainer within 0.05", seen(rows)["worst_sampler_diff"] < 0.05)
+    if iterations > 100 and not TINY:
+        check("the task is learned", whole["eval_after"]["greedy_accuracy"] > 0.9)
+    else:
+        check("the reward rises", TINY or rows[-1]["objective/reward"] > rows[0]["objective/reward"] + 0.05)
+
+
+def graphs():
+    """The same rollouts by compiled steps and by CUDA graphs, sampled and greedy, before and after new weights."""
+    ppo = script()
+    shape = SHAPE if TINY else SHAPE | dict(intermediate_size=1024, num_hidden_layers=2, vocab_size=1024)
+    rows, new = (4, 16) if TINY else (48, 360)
+    sampler = random_sampler(ppo, shape, OPTIONS.get("dtype", "float32" if TINY else "bfloat16"), 0.05)
+    tokenizer = common.character_tokenizer(shape["vocab_size"])
+    prompts = common.random_prompts(tokenizer, rows, 24)
+    lengths = common.forced_lengths("log-normal", rows, new // 3, new)
+    args = ppo.Args(compile=COMPILED, max_prompt_tokens=24, max_new_tokens=new)
+    plain, count = common.make_decoder(ppo, sampler, tokenizer, rows // 2, args)
+    recorded, _ = common.make_decoder(ppo, sampler, tokenizer, rows // 2, args)
+    plain.use_graphs = False
+
+    def play(decoder, temperature):
+        envs = [common.Prompts(prompts) for _ in range(count)]
+        settings = dataclasses.replace(args, temperature=temperature)
+        with common.forced(ppo, lengths):
+            episodes = ppo.rollout(decoder, tokenizer, envs, range(rows), range(rows), 0, settings)
+        return [(episode.ids, episode.logprobs) for episode in episodes]
+
+    for changes in range(2):
+        for temperature in (1.0, 0.0):
+            same = play(plain, temperature) == play(recorded, temperature)
+            check("graphs give the samples of compiled steps", same, changes=changes, temperature=temperature,
+                  graphs=len(recorded.graphs))  # fmt: skip
+        with torch.no_grad():
+            for p in sampler.parameters():
+                p.mul_(1.05)
+    check("graphs were recorded", recorded.graphs or DEVICE == "cpu")
+
+
+def attention():
+    """Which attention kernels run, by their names: in training, forward and backward, and in decode steps."""
+    ppo, shape = script(), SHAPE | dict(num_hidden_layers=1, vocab_size=512)
+    for dtype in ("bfloat16", "float32"):
+        actor, _ = random_actor(ppo, shape, dtype, "off")
+        experience = one_microbatch(ppo, 512, 200 if TINY else 4096)[0]
+        mb = experience.microbatch(torch.arange(len(experience.tokens)), DEVICE)
+        training = kernels(lambda: ppo.sampled_logprobs(actor, mb, 1.0)[0].sum().backward())
+        decoder = full_decoder(ppo, random_sampler(ppo, shape, dtype, 0.02), 4 if TINY else 64, "off")
+        decoding = kernels(lambda: decoder.step(128))
+        names = {}
+        for what, found in (("training", training), ("decode", decoding)):
+            names[what] = " ".join(name for name, *_ in found if re.search("flash|fmha|softmax", name.lower()))
+            report(what=what, dtype=dtype, kernels=names[what][:600])
+        if GPU and dtype == "bfloat16":
+            both = all(name in names["training"] for name in ("flash_fwd", "flash_bwd"))
+            check("training uses flash attention", both)
+            check("decode steps use memory-efficient attention", "fmha" in names["decode"])
+
+
+def resume():
+    """Killed after a checkpoint and resumed, a run ends as if it had not been."""
+    flags = [*small(iterations=6, samples=64), "--save-every", 2, "--compile", "off", "--dtype", "bfloat16"]
+    if not ends_well("a whole run", start_script("whole", *flags)):
+        return
+    process = start_script("killed", *flags)
+    while not (RUNS / "killed" / "checkpoints" / "iter_000002").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    logged = len(metrics("killed"))
+    if ends_well("the resumed run", start_script("killed", *flags, "--resume", "auto"), logged_before=logged):
+        worst = largest_difference(metrics("killed"), metrics("whole"))
+        check("a killed run ends like a whole one", worst["worst"] < 1e-6, **worst)
+
+
+def two_ranks():
+    """Two ranks on one GPU, which NCCL allows if it takes them for two hosts: its collectives, over sockets."""
+    compiled = OPTIONS.get("compile", "off")
+    flags = [*small(iterations=2, samples=64), "--save-every", 2, "--compile", compiled, "--dtype", "float32"]
+    name = f"two-{compiled}"
+    network = dict(
+        WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29517 + len(name)),
+        NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket",
+        NCCL_DEBUG="WARN")  # fmt: skip
+    alone = start_script(f"alone-{compiled}", *flags)
+    ranks = [start_script(name, *flags, RANK=str(i), NCCL_HOSTID=f"host{i}", **network) for i in range(2)]
+    if ends_well("two ranks", *ranks) and ends_well("one rank", alone):
+        rows = metrics(name)
+        worst = largest_difference(rows[:1], metrics(f"alone-{compiled}")[:1])
+        check("two ranks have the metrics of one, within 1e-3", worst["worst"] < 1e-3, **worst)
+        report(**seen(rows))
+
+
+# --- Speed
+
+
+def config_of(ppo, shape: dict):
+    config = transformers.Qwen2Config(tie_word_embeddings=True, max_position_embeddings=4096, **shape)
+    return ppo.check_config(config)
+
+
+@torch.no_grad()
+def random_weights(model, std: float):
+    torch.manual_seed(0)
+    for name, p in model.named_parameters():
+        local = p.to_local() if isinstance(p, DTensor) else p
+        if p.ndim == 2:
+            local.normal_(std=std)
+        else:
+            local.fill_(float("norm" in name))
+
+
+def random_sampler(ppo, shape: dict, dtype: str, std: float):
+    sampler = common.load_sampler(ppo, config_of(ppo, shape), dtype, DEVICE)
+    random_weights(sampler, std)
+    return sampler
+
+
+def random_actor(ppo, shape: dict, dtype: str, compiled: str):
+    """A model that trains, sharded on one rank, and its flags."""
+    args = ppo.Args(device=DEVICE, dtype=dtype, compile=compiled, actor_lr=1e-6)
+    ppo.validate(args)
+    ppo.connect(args)
+    actor = ppo.build_model(config_of(ppo, shape), "lm", args)
+    random_weights(actor, 0.02)
+    return actor, args
+
+
+@torch.no_grad()
+def full_decoder(ppo, sampler, rows: int, compiled: str):
+    """A decoder whose rows all decode, after prompts of 128 tokens (tiny: 8) with random keys and values."""
+    prompt, new = (8, 152) if TINY else (128, 384)
+    decoder = ppo.Decoder(sampler, rows, [sampler.config.vocab_size], ppo.Args(
+        compile=compiled, max_prompt_tokens=prompt, max_new_tokens=new))  # fmt: skip
+    for layer in decoder.cache.layers:
+        for x in layer:
+            x.normal_(std=0.3)
+    decoder.tokens.random_(0, sampler.config.vocab_size)
+    decoder.keys.copy_(ppo.sample_keys(1, 0, range(rows)))
+    decoder.alive.fill_(True)
+    decoder.length.fill_(prompt)
+    decoder.limit.fill_(prompt + new)
+    decoder.temperature.fill_(1.0)
+    decoder.noise_scale.fill_(1.0)
+    return decoder
+
+
+@torch.no_grad()
+def decode():
+    """Decode steps, compiled as CUDA graphs and eager, beside the time to read weights and cache once."""
+    ppo, dtype = script(), "float32" if TINY else "bfloat16"
+    sampler = random_sampler(ppo, SHAPE, dtype, 0.02)
+    weights = sum(p.nbytes for p in sampler.parameters())
+    bandwidth = 1e9 * measured("copy_gb_per_s", 3000)
+    for compiled in OPTIONS.get("compile", COMPILED).split("/"):
+        for rows in map(int, OPTIONS.get("rows", "4" if TINY else "256/64").split("/")):
+            decoder = full_decoder(ppo, sampler, rows, compiled)
+            used = int(decoder.length[0])
+            least = (weights + sum(x[:, :, :used].nbytes for layer in decoder.cache.layers for x in layer)) / bandwidth
+
+            def block():
+                nonlocal used
+                used += decoder.steps
+                attend = min(ppo.round_up(used, 128), decoder.cache.size)
+                for _ in range(decoder.steps):
+                    decoder.step(attend)
+
+            first = seconds(block)
+            blocks = int(OPTIONS.get("blocks", 2 if TINY or compiled == "off" else 24))
+            times = [1e3 * seconds(block) / decoder.steps for _ in range(blocks)]
+            took = statistics.median(times)
+            report(rows=rows, compile=compiled, ms_a_step=round(took, 3), ms_least_seen=round(min(times), 3),
+                   floor_ms=round(1e3 * least, 3), of_floor=round(1e3 * least / took, 3), first_s=round(first, 1),
+                   graphs=len(decoder.graphs), **host_waits(block), **memory())  # fmt: skip
+            profile(f"{decoder.steps} decode steps, {rows} rows, compile {compiled}", block)
+
+
+def one_microbatch(ppo, vocab: int, tokens: int):
+    """An Experience of samples with log-normal lengths, about `tokens` in all; its tokens, and those sampled."""
+    prompt, mean, longest = (8, 16, 64) if TINY else (128, 256, 2048)
+    lengths = []
+    for length in common.forced_lengths("log-normal", 4096, mean, longest):
+        if sum(lengths) + prompt + length > tokens:
+            break
+        lengths.append(prompt + length)
+    lengths = torch.tensor(sorted(lengths, reverse=True))
+    place = torch.arange(int(lengths.max())).expand(len(lengths), -1)  # [N, T]
+    mask = (place >= prompt) & (place < lengths[:, None])
+    torch.manual_seed(0)
+    ids, zeros = torch.randint(3, vocab, mask.shape), torch.zeros(mask.shape)
+    return ppo.Experience(ids, mask, zeros, zeros, lengths), int(lengths.sum()), int(mask.sum())
+
+
+def step_flops(config, tokens: int, sampled: int) -> tuple[float, float]:
+    """FLOPs of the matrix products of forward and backward: of blocks, and of a head that computes its logits twice."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    block = 2 * hidden * queries + 2 * hidden * keys + 3 * hidden * inner
+    return 6.0 * tokens * block * config.num_hidden_layers, 8.0 * sampled * hidden * config.vocab_size
+
+
+def update():
+    """Forward and backward of a microbatch, on one rank, in bfloat16, and an optimizer step."""
+    ppo, peak = script(), 1e12 * measured("bf16_tflops", 700)
+    for compiled in OPTIONS.get("compile", COMPILED).split("/"):
+        if GPU:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        actor, args = random_actor(ppo, SHAPE, "bfloat16", compiled)
+        optimizer = ppo.make_optimizer(actor)
+        for budget in map(int, OPTIONS.get("tokens", "200" if TINY else "4096/16384").split("/")):
+            experience, tokens, sampled = one_microbatch(ppo, SHAPE["vocab_size"], budget)
+            mb = experience.microbatch(torch.arange(len(experience.tokens)), DEVICE)
+
+            def both():
+                """As the actor's epochs do it."""
+                logprobs, entropies = ppo.sampled_logprobs(actor, mb, 1.0)
+                old, mask = logprobs.detach(), mb.mask
+                loss, _ = ppo.policy_loss(logprobs, old, mask.float(), mask, 0.2, 0.2, None, sampled)
+                (loss - 0.0 * entropies.sum()).backward()
+
+            first = seconds(both)
+            times = [seconds(both) for _ in range(2 if TINY else 5)]
+            took, flops = statistics.median(times), sum(step_flops(actor.config, tokens, sampled))
+            report(compile=compiled, tokens=tokens, samples=len(mb.tokens), sampled=sampled, ms=round(1e3 * took, 2),
+                   ms_least=round(1e3 * min(times), 2), first_s=round(first, 1), tflops=round(flops / took / 1e12, 1),
+                   of_peak=round(flops / took / peak, 3), **host_waits(both), **memory())  # fmt: skip
+        profile(f"update, {tokens} tokens, compile {compiled}", both)
+        steps = []
+        for _ in range(3):
+            both()
+            steps.append(seconds(lambda: ppo.optimizer_step(actor, optimizer, 1e-6, args)))
+        report(compile=compiled, optimizer_step_ms=round(1e3 * min(steps), 2), **memory())
+
+
+def write() -> str:
+    """The folder of a random checkpoint; written by the first that needs it."""
+    folder = WORK / "model"
+    if not folder.exists():
+        partial = folder.with_name(f"model-{os.getpid()}")
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        common.write_checkpoint(str(partial), common.character_tokenizer(SHAPE["vocab_size"]), 4096, SHAPE)
+        with contextlib.suppress(OSError):  # another part was faster
+            partial.rename(folder)
+    return str(folder)
+
+
+NO_EVALUATION = dict(accuracy=0.0, greedy_accuracy=0.0, reward=0.0)
+
+
+def iteration():
+    """Whole iterations with realistic lengths: seconds by phase, share of the card's rate, memory."""
+    ppo = script()
+    samples, mean, prompt = (8, 4, 8) if TINY else (int(OPTIONS.get("samples", 512)), 256, 128)
+    lengths = common.forced_lengths("log-normal", samples, mean, 8 * mean)
+    common.gym.register("Bench-v0", entry_point=common.Prompts)
+    prompts = common.random_prompts(common.character_tokenizer(SHAPE["vocab_size"]), samples // 4, prompt)
+    model, name, start = write(), f"iteration-{DEVICE}-{ppo.__name__}", time.perf_counter()
+    with common.forced(ppo, lengths), mock.patch.object(ppo, "evaluate", lambda *rest: NO_EVALUATION), \
+         mock.patch.object(ppo, "save_hf_checkpoint"):  # fmt: skip
+        ppo.train(ppo.Args(
+            model=model, env_id="Bench-v0", env_kwargs=json.dumps({"prompts": prompts}), log_dir=str(RUNS),
+            run_name=name, save_every=0, num_iterations=2 if TINY else 3, rollout_batch_size=samples // 4,
+            n_samples_per_prompt=4, rollout_slots=256, train_batch_size=samples // 4, ppo_epochs=1,
+            micro_batch_tokens=int(OPTIONS.get("micro", 16384)), max_prompt_tokens=prompt, max_new_tokens=8 * mean,
+            eval_episodes=1, device=DEVICE, compile=OPTIONS.get("compile", COMPILED), dtype="bfloat16"))  # fmt: skip
+    rows = metrics(name)
+    last, peak = rows[-1], 1e12 * measured("bf16_tflops", 700)
+    tokens, sampled = samples * prompt + sum(lengths), sum(lengths)
+    blocks, head = step_flops(config_of(ppo, SHAPE), tokens, sampled)
+    updates = last["time/actor"] + last["time/critic"]
+    check("the first ratio is exactly 1", rows[0]["ratio/first_dev"] == 0)
+    report(**seen(rows), iterations=[round(row["time/iteration"], 2) for row in rows], samples=samples, tokens=tokens,
+           sampled=sampled, updates_of_peak=round((2 * blocks + head) / updates / peak, 3),
+           scoring_of_peak=round((blocks + head / 2) / last["time/score"] / peak, 3),
+           rollout_tokens_per_s=round(sampled / last["time/rollout"]),
+           process_s=round(time.perf_counter() - start, 1))  # fmt: skip
+
+
+# --- A real checkpoint, and TRL
+
+
+def sums():
+    """SmolLM2 learns sums of one digit, as in benchmarks/learning_real.py: 28 iterations of 32 samples."""
+    dtype, folder = OPTIONS.get("dtype", "bfloat16"), WORK / "SmolLM2"
+    name, samples, start = f"sums-{dtype}", 4 if TINY else 32, time.perf_counter()
+    process = start_script(
+        name, "--model", write() if TINY else folder, "--env-id", "benchmarks.tasks:Sums-v0", "--eval-env-kwargs",
+        '{"split": "test"}', "--eval-episodes", 4 if TINY else 100, "--num-iterations", 2 if TINY else 28,
+        "--rollout-batch-size", samples, "--train-batch-size", samples // 2, "--max-prompt-tokens", 64,
+        "--max-new-tokens", 12, "--save-every", 0, "--compile", "off", "--dtype", dtype)  # fmt: skip
+    if ends_well("SmolLM2", process):
+        before, after = summary(name)["eval_before"], summary(name)["eval_after"]
+        report(eval_before=before, eval_after=after, **seen(metrics(name)),
+               process_s=round(time.perf_counter() - start, 1))  # fmt: skip
+        check("SmolLM2 learns sums", TINY or after["accuracy"] > before["accuracy"] + 0.2)
+
+
+def trl():
+    """One side of benchmarks/ppo_update.py on this device: side=ours or side=TRL."""
+    import ppo_update  # needs trl, datasets, psutil
+
+    ppo = ppo_update.ppo_llm
+    common.gym.register("Even-v0", entry_point=ppo_update.Even)
+    of_ours, of_trl = ppo.Args, ppo_update.PPOConfig
+
+    def config(**flags):
+        return of_trl(**flags | dict(use_cpu=DEVICE == "cpu"))
+
+    class ForcedLengths(ppo_update.ForcedLengths):
+        def __call__(self, ids, scores):
+            self.lengths = self.lengths.to(scores.device)
+            return super().__call__(ids, scores)
+
+    config.cliprange = of_trl.cliprange
+    samples, mean, longest = (8, 4, 8) if TINY else (32, 96, 256)
+    prompts = common.random_prompts(common.character_tokenizer(SHAPE["vocab_size"]), samples, 32)
+    settings = dict(folder=write(), prompts=prompts, dtype="bfloat16", minibatches=2, epochs=2, mean=mean,
+                    longest=longest)  # fmt: skip
+    clock = types.SimpleNamespace(perf_counter=lambda: (synchronize(), time.perf_counter())[1])
+    args = lambda **flags: of_ours(**flags | dict(device=DEVICE, micro_batch_tokens=16384))
+    with mock.patch.multiple(ppo, Args=args, evaluate=lambda *rest: NO_EVALUATION), \
+         mock.patch.multiple(ppo_update, PPOConfig=config, ForcedLengths=ForcedLengths, time=clock):  # fmt: skip
+        found = ppo_update.one_run(settings, OPTIONS["side"])
+    found.pop("bytes")
+    report(samples=samples, **{key: round(value, 4) for key, value in found.items()}, **memory())
+
+
+def main():
+    global NAME, OPTIONS
+    warnings.simplefilter("ignore")
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for part in sys.argv[1:]:
+        NAME, *options = part.split(":")
+        OPTIONS = dict(option.split("=", 1) for option in options)
+        start = time.perf_counter()
+        try:
+            globals()[NAME]()
+        except Exception as error:
+            traceback.print_exc()
+            failed = True
+            check(f"{NAME} runs", False, error=repr(error)[:600])
+        report(done=NAME, seconds=round(time.perf_counter() - start, 1))
+        if GPU:
+            torch.cuda.empty_cache()
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
