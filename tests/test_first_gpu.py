@@ -24,9 +24,8 @@ def start(folder, name, *command, **environment) -> subprocess.Popen:
     env = os.environ | environment | {
         "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OUT": str(out), "RESULTS": str(out / "results.jsonl"),
         "WORK": str(folder / f"{name}_work")}  # fmt: skip
-    command = [sys.executable, "-W", "ignore", *map(str, command)]
     with open(folder / f"{name}.txt", "w") as file:
-        return subprocess.Popen(command, env=env, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen([sys.executable, *map(str, command)], env=env, cwd=ROOT, stdout=file, stderr=file)
 
 
 def results(folder, name, code) -> list[dict]:
