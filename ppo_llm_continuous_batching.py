@@ -892,8 +892,14 @@ class Attention(nn.Module):
         if packing is not None:
             q, k, v = (packing.unpack(x, packing.place) for x in (q, k, v))  # [B, T, ..., D]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or Hkv, T, D]
+        grouped = self.grouped
+        if grouped and q.is_cuda and q.dtype == torch.float32:
+            # Of the kernels that do not hold all scores [B, H, T, T], flash attention alone takes
+            # grouped heads, and not in float32.
+            k, v = (x.repeat_interleave(self.H // self.Hkv, dim=1) for x in (k, v))
+            grouped = False
         # Rows start at index 0, so causality alone hides the padding on the right.
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         out = out.transpose(1, 2)  # [B, T, H, D]
         if packing is not None:
             out = packing.pack(out)  # [n, H, D]

@@ -17,6 +17,7 @@ from conftest import ROOT
 from test_distributed import finish, flags_of, start, torchrun
 from test_rollout import make_model
 from test_train import SMALL, assert_same_metrics, lines
+from test_transformers import hf_folder
 
 SIMULATED = Path(__file__).with_name("simulated_cuda.py")
 RUN = SMALL | dict(
@@ -64,6 +65,9 @@ def assert_as_on_the_cpu(ppo, folder, *names):
 def test_one_process(ppo, tmp_path):
     """None waits in a decode step or in a microbatch, an optimizer step for two numbers, a block of eight for one."""
     runs = ALONE if ppo.__name__ == "ppo_llm" else [ALONE[0] | dict(sft_steps=0), FLOAT]
+    # Key heads that are shared, which attention in float32 does not support on a GPU.
+    shared = dict(model=str(hf_folder(tmp_path / "shared")), max_prompt_tokens=64, run_name="grouped")
+    runs = [FLOAT | shared, *runs]
     for waits, calls in simulate(ppo, tmp_path, runs):
         assert not {place: n for place, n in waits.items() if place.startswith(WITHOUT_WAITS)}
         assert waits["forward_all"] == calls["forward_all"] > 0
