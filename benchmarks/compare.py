@@ -98,8 +98,12 @@ def draw(found: dict, n: int, path: Path):
 
 def main(folder: str, task: str | None = None) -> bool:
     runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    if not Path(folder, "metrics.jsonl").is_file():
+        sys.exit(f"{folder} is not the folder of a run")
     args = read_args(Path(folder))
-    tasks = {run["task"]: run for run in runs}
+    tasks = {run["task"]: run for run in runs if task or run["args"]["env_id"] == args["env_id"]}
+    if not tasks:
+        sys.exit(f"no reference runs with --env-id {args['env_id']}; --task NAME compares with those of another")
     if task is None:  # the task from whose flags mine differ least
         task = min(tasks, key=lambda name: len(differences(args, tasks[name]["args"])))
     references = [run for run in runs if run["task"] == task]
