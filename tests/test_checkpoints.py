@@ -189,6 +189,8 @@ def test_folders_of_other_names_are_the_users(ppo, copied, tmp_path):
     (checkpoints / "iter_000009.sha256").write_text("")
     (checkpoints / "iter_000008").write_text("")
     (checkpoints / "iter_000004" / "of somebody").mkdir(parents=True)
+    args = ppo.Args(log_dir=str(tmp_path), run_name="run", resume="auto")
+    assert ppo.find_checkpoint(args).name == "iter_000003"
     train(ppo, tmp_path, resume="auto", num_iterations=5)
     names = "iter_000001_best iter_000004 iter_000005 iter_000008 iter_000009.sha256 iter_000009_bad iter_9"
     assert sorted(path.name for path in checkpoints.iterdir()) == names.split()

@@ -1,5 +1,6 @@
 """Rewards, advantages and returns of an iteration, and the metrics by which the critic is judged."""
 
+import dataclasses
 import math
 from unittest import mock
 
@@ -23,6 +24,21 @@ def test_rewards_are_those_of_the_episodes_minus_kl_and_missing_eos_penalty(ppo,
     torch.testing.assert_close(run.calls["compute_gae"][1]["rewards"], expected - 5.0 * logratio)
     assert run.rows[1]["objective/reward"] == pytest.approx(float(expected.sum(1).mean()))  # without the KL
     assert run.rows[1]["objective/kl"] == pytest.approx(float(logratio.sum(1).mean()), abs=1e-6)
+
+
+def test_the_penalty_is_not_for_episodes_that_the_environment_ends(ppo, tmp_path):
+    seen = record(ppo, tmp_path, env_id="environments:Dense-v0", missing_eos_penalty=0.5)
+    assert {episode.stop for episode in seen.episodes[0]} >= {"length", "env"}
+    expected = [sum(episode.rewards) - 0.5 * (episode.stop == "length") for episode in seen.episodes[0]]
+    assert seen.calls["compute_gae"][0]["rewards"].sum(1).tolist() == pytest.approx(expected)
+
+
+def test_the_kl_is_that_of_the_actor_not_of_the_sampler(ppo, tmp_path):
+    add = lambda e: dataclasses.replace(e, logprobs=[x + 0.1 * sampled for x, sampled in zip(e.logprobs, e.mask)])
+    with mock.patch.object(ppo, "play", changed(ppo.play, lambda episodes: [*map(add, episodes)])):
+        seen = record(ppo, tmp_path, kl_coef=1.0, num_iterations=1)
+    rewards = seen.experiences[0].rewards  # the reference is the actor: a KL of 0
+    torch.testing.assert_close(seen.calls["compute_gae"][0]["rewards"], rewards, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from distributed_worker import on_call
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.shared
@@ -193,6 +194,29 @@ def test_target_kl_ends_the_actor_steps_before_the_one_that_exceeds_it(run):
     assert [name for name, *_ in seen.steps] == ["critic"] * 8 + ["actor"] * stop
 
 
+def test_an_early_stop_ends_all_epochs_and_leaves_no_gradient(run):
+    seen = run(num_iterations=1, ppo_epochs=4, actor_lr=1e-3, target_kl=1e-9)
+    steps = len(seen.rows[0]["ratio/steps"])
+    assert 0 < steps < 8 and len(seen.calls["policy_loss"]) == steps + 1
+    assert not any(p.grad is not None and p.grad.any() for p in seen.models["actor"].parameters())
+
+
+def test_every_epoch_learns_from_the_experience_as_it_is(run):
+    seen = run(value_clip=0.1)
+    for i, experience in enumerate(seen.experiences):
+        fields = dict(policy_loss=("old_logprobs", "advantages"), value_loss=("old_values", "returns"))
+        for function, names in fields.items():
+            calls = seen.calls[function][STEPS * i : STEPS * (i + 1)]
+            for name, epoch in itertools.product(names, (calls[:2], calls[2:])):
+                used = torch.cat([call[name][call["mask"]] for call in epoch])
+                expected = getattr(experience, name.replace("old_values", "values"))[experience.mask]
+                torch.testing.assert_close(used.sort().values, expected.sort().values)
+
+
+def test_noise_is_that_of_the_iteration_and_of_the_evaluation(run):
+    assert [call["iteration"] for call in run().calls["play"]] == [-1, -1, 0, 1, -3, -3]
+
+
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(ppo, tmp_path):
     calls = itertools.count()
     spoil = lambda result: (result[0] * (math.nan if next(calls) == 1 else 1.0), result[1])
@@ -253,6 +277,16 @@ def test_warm_start_teaches_the_demonstrations_and_their_end(run):
     before, after = (run(num_iterations=1, actor_lr=3e-3, sft_steps=n).evaluations[1][0] for n in (0, 60))  # greedy
     assert {(episode.conversation[1][1], episode.stop) for episode in after} == {("fab", "eos")}
     assert "fab" not in {episode.conversation[1][1] for episode in before}
+
+
+def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_reference(ppo, tmp_path):
+    trained = []
+    with on_call(ppo, "sampled_logprobs", 1, lambda _, mb, temperature: trained.extend(mb.mask.sum(1).tolist())):
+        first = record(ppo, tmp_path, kl_coef=0.1, sft_steps=1, num_iterations=1).weights[0]
+    assert trained == [len("fab") + 1] * 16  # and their end
+    body = len(first["critic"]) - 64  # without the head
+    assert torch.equal(first["reference"], first["actor"])
+    assert torch.equal(first["critic"][:body], first["actor"][:body])
 
 
 def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path):
