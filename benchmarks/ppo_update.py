@@ -19,6 +19,7 @@ change no numbers this was chosen for a CPU. Ours clips gradients, TRL's PPOTrai
 import contextlib
 import io
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -79,8 +80,8 @@ class ForcedLengths(transformers.LogitsProcessor):
 
 
 class Bench:
-    def __init__(self, folder, prompts, minibatches, epochs, mean, longest):
-        self.folder, self.prompts, self.samples = folder, prompts, len(prompts)
+    def __init__(self, folder, prompts, minibatches, epochs, mean, longest, dtype="float32"):
+        self.folder, self.prompts, self.samples, self.dtype = folder, prompts, len(prompts), dtype
         self.minibatches, self.epochs, self.longest = minibatches, epochs, longest
         self.lengths = common.forced_lengths("log-normal", self.samples, mean, longest)
         self.tokenizer = ppo_llm.HFTokenizer(folder)
@@ -99,8 +100,8 @@ class Bench:
                 rollout_slots=self.samples, train_batch_size=self.samples // self.minibatches,
                 ppo_epochs=self.epochs, kl_coef=0.05, max_prompt_tokens=max(map(len, self.ids)),
                 max_new_tokens=self.longest, eval_episodes=1, save_every=0, compile=compiled,
-                actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, micro_batch_tokens=1024,
-                device="cpu"))  # fmt: skip
+                actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE, micro_batch_tokens=1024, device="cpu",
+                dtype=self.dtype))  # fmt: skip
             row = common.read_lines(Path(folder, "run", "metrics.jsonl"))[-1]
         assert round(row["objective/response_tokens"] * self.samples) == sum(self.lengths), row
         phases = ("rollout", "score", "critic", "actor", "hand_over")
@@ -136,9 +137,12 @@ class Bench:
             assert (tokens[:, queries.shape[1] :] != pad).sum() == sum(self.lengths)
             return tokens, logits
 
+        if self.dtype == "bfloat16":  # the trainer makes an Accelerator of its own, which reads this
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             config = PPOConfig(
-                output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+                output_dir=folder, use_cpu=True, bf16=self.dtype == "bfloat16", gradient_checkpointing=False,
+                report_to="none",
                 save_strategy="no", disable_tqdm=True, num_sample_generations=0, total_episodes=2 * self.samples,
                 per_device_train_batch_size=self.samples, gradient_accumulation_steps=1, kl_coef=0.05, temperature=1.0,
                 num_mini_batches=self.minibatches, num_ppo_epochs=self.epochs, response_length=self.longest,
