@@ -748,7 +748,7 @@ def check_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def rope_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
-    """Rotary frequencies [D / 2] (https://arxiv.org/abs/2104.09864), and a factor of cos and sin."""
+    """Rotary frequencies [D / 2] (https://arxiv.org/abs/2104.09864), and a factor for cos, sin."""
     with torch.device("cpu"):  # also where models are made on meta
         if config.rope_parameters["rope_type"] != "default":
             return ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu")
