@@ -1209,20 +1209,22 @@ def locate_models(args):
     """
     for flag in ("model", "critic_model", "reward_model"):
         name = getattr(args, flag)
-        if name and not Path(name).is_dir():
-            repository, _, revision = name.partition("@")
-            download = functools.partial(
-                snapshot_download, repository, revision=revision or None, allow_patterns=HUB_FILES
-            )
-            with attempt(f"find a folder {name}, or this repository on the Hub"):
-                try:
-                    if os.environ.get("LOCAL_RANK", "0") == "0":
-                        download()
-                finally:
-                    dist.barrier()
+        if not name:
+            continue
+        is_folder = Path(name).is_dir()
+        repository, _, revision = name.partition("@")
+        download = functools.partial(
+            snapshot_download, repository, revision=revision or None, allow_patterns=HUB_FILES
+        )
+        with attempt(f"find a folder {name}, or this repository on the Hub"):
+            try:
+                if not is_folder and os.environ.get("LOCAL_RANK", "0") == "0":
+                    download()
+            finally:
+                dist.barrier()  # of all ranks, also where the folder is on some nodes only
+            if not is_folder:
                 name = download(local_files_only=True)
-        if name:
-            setattr(args, flag, os.path.abspath(name))
+        setattr(args, flag, os.path.abspath(name))
 
 
 def load_config(folder: str) -> PretrainedConfig:
