@@ -1728,6 +1728,10 @@ def validate(args):
         raise UserError("--ref-sync-every: needs --kl-coef above 0")
     if args.resume == "auto" and not args.run_name:
         raise UserError("--resume auto: needs --run-name")
+    if args.run_name and args.resume != "auto":
+        path = Path(args.log_dir, args.run_name)
+        if path.exists():
+            raise UserError(f"--run-name: {path} exists: choose another, or --resume auto")
 
 
 def plan_steps(args) -> types.SimpleNamespace:
@@ -1986,7 +1990,10 @@ SFT_BATCH_SIZE = 256  # demonstrations per step
 def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
     """Supervised steps on the environment's demonstrations, for the prompts that train first."""
     first = first_prompt(args)
-    if args.sft_steps == 0 or "demonstration" not in reset(env, first)[1]:
+    if args.sft_steps == 0:
+        return
+    if "demonstration" not in reset(env, first)[1]:
+        print0("no warm start: the environment gives no demonstrations")
         return
     optimizer = make_optimizer(actor)
     for i in range(args.sft_steps):
@@ -2063,10 +2070,8 @@ class Run:
         self.path = Path(args.log_dir, names[0])
         if RANK > 0:
             return
-        if self.path.exists() and args.resume != "auto":
-            raise UserError(f"--run-name: {self.path} exists: choose another, or --resume auto")
         with attempt(f"write {self.path}"):
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=args.resume == "auto")
             config = {"args": vars(args), "argv": sys.argv}
             (self.path / "config.json").write_text(json.dumps(config, indent=2))
             for name in ("metrics", "completions"):

@@ -289,6 +289,13 @@ def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_referen
     assert torch.equal(first["critic"][:body], first["actor"][:body])
 
 
+def test_a_run_without_demonstrations_says_that_it_makes_no_warm_start(ppo, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab="}')
+    kwargs = json.dumps({"path": str(tmp_path / "rows.jsonl")})
+    record(ppo, tmp_path, env_id="Prompts-v0", env_kwargs=kwargs, sft_steps=1, num_iterations=1)
+    assert "no warm start: the environment gives no demonstrations" in capsys.readouterr().out
+
+
 def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path):
     """Every row is asked once in an epoch, in both formats. The function gets prompt, response and the row."""
     rows = [{"prompt": "0?", "demonstration": "zero"}, *({"prompt": f"{i}?"} for i in range(1, 12))]
@@ -312,7 +319,7 @@ def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path
     assert gsm8k.step("#### 9") == gsm8k.step("2") == ("", 0.0, True, False, {"success": False})
 
 
-def test_run_folder_holds_what_it_should(ppo, tmp_path):
+def test_run_folder_holds_what_it_should(ppo, tmp_path, capsys):
     seen = record(ppo, tmp_path, tensorboard=True, rollout_batch_size=12)
     folder, summary = seen.folder, seen.summary
     assert json.loads((folder / "summary.json").read_text()) == summary
@@ -330,9 +337,10 @@ def test_run_folder_holds_what_it_should(ppo, tmp_path):
     events = EventAccumulator(str(folder)).Reload()
     for name in ("objective/reward", "critic/value_loss", "ratio/last_dev"):
         assert [x.value for x in events.Scalars(name)] == pytest.approx([row[name] for row in seen.rows])
+    capsys.readouterr()
     with pytest.raises(ppo.UserError, match=r"--run-name: \S*run exists: choose another"):
         record(ppo, tmp_path)
-    assert lines(folder) == seen.rows
+    assert lines(folder) == seen.rows and not capsys.readouterr().out  # nothing was done before
 
 
 def test_the_line_of_an_iteration(run):
