@@ -22,9 +22,9 @@ Layout. A sample is an episode: a prompt and a response, perhaps followed by mor
 of tensors [N, T] or [B, T] that starts at index 0 and is padded on the right. What belongs to a
 token is stored at the index of that token:
 
-    mask[b, t]      is True if the actor sampled token t, False for all other tokens and padding
+    mask[b, t]      is True if token t was sampled, False if it was given, or is padding
     logprobs[b, t]  = log pi(token t | tokens before t)
-    values[b, t]    = V(tokens before t), of the state in which token t was sampled
+    values[b, t]    is the critic's value of the state in which token t was sampled
     rewards[b, t]   is what token t earned
 
 Dimensions: N samples of a rollout, B rows of a microbatch or of the decoder, T tokens, V
@@ -32,7 +32,7 @@ vocabulary, S cache positions, H and Hkv heads, D head size. A minibatch is the 
 step, a microbatch (`mb`) that of a forward and backward pass. All ranks (processes of torchrun)
 hold the same experience; each plays a share of the episodes and computes a share of every
 minibatch. Losses are sums over a share, divided by the sampled tokens of the whole minibatch, and
-gradients are summed over the ranks: the numbers are those of one rank.
+gradients are summed over the ranks: the numbers are those of one rank, up to rounding.
 `# FORK:` marks where forks change the algorithm.
 """
 
@@ -120,20 +120,21 @@ class Args:
     rollout_slots: int = 256  # samples that a rank decodes at the same time
     max_prompt_tokens: int | None = None  # longer prompts are an error; default: 16, --model: 512
     max_new_tokens: int | None = None  # of all turns and what is between; default: 8, --model: 256
-    temperature: float = 1.0  # divides the logits in sampling and in all log-probs
+    temperature: float = 1.0  # divides the logits in rollouts, and in all log-probs of PPO
     # old log-probs are those of the actor; --no-recompute-old-logprobs: those of the sampler
     recompute_old_logprobs: bool = True
-    # warm start on the environment's demonstrations, from --actor-lr to 0; default: 150, --model: 0
+    # supervised steps on the environment's demonstrations before PPO, with a learning rate that
+    # falls from --actor-lr to 0; default: 150, --model: 0
     sft_steps: int | None = None
 
-    train_batch_size: int = 64  # samples per optimizer step, on all ranks together
+    train_batch_size: int = 64  # samples per optimizer step, a divisor of those of a rollout
     micro_batch_tokens: int = 4096  # tokens of a pass on a rank, without padding
     ppo_epochs: int = 2  # epochs of the actor on each rollout
     critic_epochs: int | None = None  # epochs of the critic; default: --ppo-epochs
     actor_lr: float | None = None  # default: 5e-4, --model: 1e-5
     critic_lr: float | None = None  # default: 0.064 / hidden_size; see build_models
     lr_end: float = 0.05  # learning rates decay linearly to this fraction
-    # of the critic alone; the actor's learning rate decays over the iterations that remain
+    # iterations in which only the critic trains; the actor's learning rate decays over the others
     critic_warmup_iterations: int = 0
     max_grad_norm: float = 1.0  # maximum norm for gradient clipping
 
@@ -143,7 +144,7 @@ class Args:
     clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low
     clip_high: float = 0.2  # the ratio is clipped at 1 + clip_high
     dual_clip: float | None = None  # bounds the loss where A < 0 at dual_clip * |A|; 3 is customary
-    value_clip: float | None = None  # clip range of values, in units of the reward
+    value_clip: float | None = None  # clip range of values around the old ones, in units of reward
     entropy_coef: float = 0.0  # coefficient of the entropy bonus
     target_kl: float | None = None  # KL(old || new) of a minibatch that ends the actor's epochs
     kl_coef: float = 0.01  # coefficient of the KL to the reference; 0: no reference
@@ -177,7 +178,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere."""
+    """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere.
+
+    Where all x are nearly the same, 1e-8 keeps the scale finite and the deviation below 1.
+    """
     centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
     return centered * torch.rsqrt(variance + 1e-8)
@@ -201,7 +205,8 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda) -> tuple[Tensor, Tenso
     """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
 
     All tensors are [B, T]. The sampled tokens of a row are one trajectory: the environment's text
-    between them is skipped. Returns advantages and returns, 0 outside the mask.
+    between them is skipped. Every end is final: after the last token the value is 0, even if the
+    response was cut. Returns advantages and returns, 0 outside the mask.
     """
     values = torch.where(mask, values, 0.0)
     nextvalues = lastgaelam = values.new_zeros(len(values))  # [B]
@@ -216,15 +221,14 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda) -> tuple[Tensor, Tenso
 
 
 def policy_loss(
-    logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip=None, denom=None
+    logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip, denom
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate of PPO (https://arxiv.org/abs/1707.06347, eq. 7) as a loss.
 
     dual_clip: https://arxiv.org/abs/1912.09729, eq. 5. Loss and statistics are sums over the mask
-    divided by `denom`, the sampled tokens of the whole minibatch (default: of the mask), so that
-    those of its microbatches add up, and so do their gradients.
+    divided by `denom`, the sampled tokens of the whole minibatch, so that those of its
+    microbatches add up, and so do their gradients.
     """
-    denom = mask.sum().clamp(min=1) if denom is None else denom
     advantages = torch.where(mask, advantages, 0.0)
     logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)  # exp stays finite
     ratio = logratio.exp()  # 1 outside the mask
@@ -257,9 +261,9 @@ def value_loss(values, old_values, returns, mask, clip, denom) -> Tensor:
 
 def train(args: Args) -> dict:
     """Run PPO. Returns what summary.json holds. Raises UserError for what the user can fix."""
-    validate(args)  # fills in flags that are None
-    connect(args)  # and those that are auto
-    locate_models(args)  # and downloads those of the Hub
+    validate(args)  # fills in defaults that depend on other flags
+    connect(args)  # fills in device, dtype and compile
+    locate_models(args)  # downloads models of the Hub
     envs = make_envs(args)
     eval_envs = make_envs(args, evaluation=True)
     # A new run's actor makes its warm start here. With --kl-coef 0 the reference is None.
@@ -312,7 +316,7 @@ def train(args: Args) -> dict:
         experience = make_experience(episodes, actor, critic, reference, args)
         clock.end("score")
 
-        # --- Critic epochs
+        # --- Critic epochs. They could as well come after those of the actor.
         critic_stats = []  # of each optimizer step
         for epoch in range(args.critic_epochs):
             for n_tokens, minibatch in minibatches(experience, epoch, state, args):
@@ -327,7 +331,8 @@ def train(args: Args) -> dict:
                     # gradient is that of the mean over all sampled tokens of the minibatch.
                     v_loss.backward()
                     # "max_" tells reduce_stats to take the largest; other statistics add up.
-                    value_dev = ((newvalues - mb.values) * mb.mask).abs().max()
+                    # In the first minibatch it is 0 up to rounding, which run.log checks.
+                    value_dev = (newvalues - mb.values).abs().max()
                     stats.append({"value_loss": v_loss, "max_value_dev": value_dev})
                 progress = state.critic_steps / plan.critic_steps_total
                 lr = linear_schedule(args.critic_lr, args.lr_end, progress)
@@ -345,17 +350,18 @@ def train(args: Args) -> dict:
             for n_tokens, minibatch in minibatches(experience, epoch, state, args):
                 stats = []
                 for mb in minibatch:
-                    newlogprobs, entropies = sampled_logprobs(actor, mb, args.temperature)  # [B, T]
+                    # [B, T], 0 outside the mask, as all tensors of `mb`
+                    newlogprobs, entropies = sampled_logprobs(actor, mb, args.temperature)
                     # FORK: policy loss.
                     pg_loss, mb_stats = policy_loss(
                         newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,
                         args.clip_low, args.clip_high, args.dual_clip, n_tokens,
                     )  # fmt: skip
-                    entropy = entropies.sum() / n_tokens  # 0 outside the mask
+                    entropy = entropies.sum() / n_tokens
                     loss = pg_loss - args.entropy_coef * entropy
                     if args.kl_loss and reference:
                         kls = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_loss)
-                        mb_stats["kl_loss"] = (kls * mb.mask).sum() / n_tokens
+                        mb_stats["kl_loss"] = kls.sum() / n_tokens
                         loss = loss + args.kl_coef * mb_stats["kl_loss"]
                     loss.backward()
                     stats.append(mb_stats | {"policy_loss": pg_loss, "entropy": entropy})
@@ -363,7 +369,7 @@ def train(args: Args) -> dict:
                 if args.target_kl is not None and step["approx_kl"] > args.target_kl:
                     early_stop = step
                     actor_optimizer.zero_grad()
-                    break  # steps that are not made do not advance the schedule
+                    break  # the minibatches that are left out do not advance the schedule
                 progress = state.actor_steps / plan.actor_steps_total
                 lr = linear_schedule(args.actor_lr, args.lr_end, progress)
                 step |= optimizer_step(actor, actor_optimizer, lr, args)
@@ -377,6 +383,7 @@ def train(args: Args) -> dict:
         copy_weights(actor, sampler)
         if args.ref_sync_every and (state.iteration + 1) % args.ref_sync_every == 0:
             copy_weights(actor, reference)
+        # Why did the ratio stay at 1, if it did? This scores an eighth of the samples again.
         diagnosis = diagnose_ratio(
             actor, weights_before, experience, actor_stats, early_stop, state, args
         )
@@ -427,7 +434,7 @@ class Experience:
     A further field, a tensor [N] or [N, T], goes into every microbatch.
     """
 
-    tokens: Tensor  # [N, T], as all that follow, except lengths
+    tokens: Tensor  # [N, T], as all tensors that follow but lengths
     mask: Tensor  # bool: sampled by the actor; log-probs, values etc. are 0 where it is False
     logprobs: Tensor  # the sampler's, not the actor's
     rewards: Tensor
@@ -444,9 +451,13 @@ class Experience:
 
     @classmethod
     def of(cls, episodes: list[Episode]) -> Experience:
-        lists = zip(*[(e.ids, e.mask, e.logprobs, e.rewards) for e in episodes])
-        lengths = torch.tensor([len(e.ids) for e in episodes])
-        return cls(*map(padded, lists), lengths=lengths)
+        return cls(
+            tokens=padded(e.ids for e in episodes),
+            mask=padded(e.mask for e in episodes),
+            logprobs=padded(e.logprobs for e in episodes),
+            rewards=padded(e.rewards for e in episodes),
+            lengths=torch.tensor([len(e.ids) for e in episodes]),
+        )
 
     def microbatch(self, rows: Tensor, device: str) -> Experience:
         """The samples `rows` [B], cropped to the longest of them, on the device.
@@ -479,7 +490,8 @@ def sampled_logprobs(model: Transformer, mb: Experience, temperature: float):
 def sampled_values(critic: Transformer, mb: Experience) -> Tensor:
     """values[:, 1:] = critic(tokens)[:, :-1] * mask[:, 1:], without padding.
 
-    The vocabularies of models with the same tokenizer may be padded to different sizes.
+    Models with the same tokenizer may pad their vocabularies to different sizes: an id that the
+    critic does not have becomes its last one.
     """
     tokens = mb.tokens.clamp(max=critic.config.vocab_size - 1)
     return critic(tokens, packing=mb.packing)
@@ -520,11 +532,11 @@ def make_experience(episodes, actor, critic, reference, args) -> Experience:
 
     # --- Rewards [N, T]: those of environment and reward model, minus the penalties
     rewards = experience.rewards
-    # FORK: reward shaping, by all ranks for all samples. In place, so that the log shows it.
+    # FORK: reward shaping, by all ranks for all samples. In place: experience.rewards is logged.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.missing_eos_penalty
-    if not args.kl_loss:  # in a new tensor: the reward that is logged is without it
+    if not args.kl_loss:  # not in place: the reward that is logged is without the KL
         rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
     if not rewards.isfinite().all():
         raise UserError("a reward, or its penalty for the KL, is not finite")
@@ -583,9 +595,9 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     conversation: list[tuple[str, str]] = field(default_factory=list)  # (role, text)
     prompt_length: int = 0
-    # Why it ended. "length": --max-new-tokens cut its last response, or left no room for another
-    # turn; else "eos", if the environment terminated it, or "env", if it truncated it. "": goes on.
-    stop: str = ""
+    # Why it ended. "eos": the environment terminated it. "env": the environment truncated it.
+    # "length": --max-new-tokens cut its last response, or left no room for another turn.
+    stop: str = ""  # it goes on
     success: bool = False  # info["success"] of the last step, else whether the rewards are above 0
     score: float = 0.0  # of the reward model, included in the rewards
 
@@ -622,7 +634,6 @@ class Episode:
         self.success = bool(info.get("success", sum(self.rewards) > 0))
         # The new text alone: to encode the response again could change its ids.
         feedback = [] if terminated or truncated else tokenizer.encode_feedback(text)
-        # Every end is final: no value is bootstrapped.
         if self.ids[-1] not in tokenizer.stop_ids:  # cut, even if the environment says terminated
             self.stop = "length"
         elif terminated or truncated:
@@ -783,8 +794,8 @@ def play(decoder, tokenizer, envs, seeds, iteration, args) -> list[Episode]:
     """An episode for each of `seeds`: every rank plays a share, and gets the episodes of all."""
     first = len(seeds) * RANK // WORLD_SIZE
     end = len(seeds) * (RANK + 1) // WORLD_SIZE
-    ids = range(first, end)
-    mine = rollout(decoder, tokenizer, envs, seeds[first:end], ids, iteration, args)
+    sample_ids = range(first, end)
+    mine = rollout(decoder, tokenizer, envs, seeds[first:end], sample_ids, iteration, args)
     of_ranks = [None] * WORLD_SIZE
     dist.all_gather_object(of_ranks, mine)
     return [episode for part in of_ranks for episode in part]

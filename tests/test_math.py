@@ -82,7 +82,8 @@ def policy_case(spread=0.5):
 @pytest.mark.parametrize("low, high, dual", [(0.2, 0.2, None), (0.4, 0.1, None), (0.2, 0.28, 1.5)])
 def test_policy_loss_equals_a_loop_over_tokens(ppo, low, high, dual):
     logprobs, old, advantages, mask = policy_case(spread=0.8)
-    loss, stats = ppo.policy_loss(*(nan_outside(x, mask) for x in (logprobs, old, advantages)), mask, low, high, dual)
+    inputs = (nan_outside(x, mask) for x in (logprobs, old, advantages))
+    loss, stats = ppo.policy_loss(*inputs, mask, low, high, dual, int(mask.sum()))
     sums = dict.fromkeys(("loss", "clipfrac", "approx_kl", "ratio_dev"), 0.0)
     for b, t in mask.nonzero().tolist():
         logratio, advantage = float(logprobs[b, t] - old[b, t]), float(advantages[b, t])
@@ -139,9 +140,10 @@ def test_losses_and_stats_add_up_over_microbatches(ppo):
 
 def test_an_empty_mask_gives_loss_zero_and_huge_log_ratios_finite_losses(ppo):
     empty, x = torch.zeros(2, 3, dtype=torch.bool), torch.full((2, 3), math.nan)
-    assert ppo.policy_loss(x, x, x, empty, 0.2, 0.2)[0] == 0 and ppo.value_loss(x, x, x, empty, 0.2, 1) == 0
+    assert ppo.policy_loss(x, x, x, empty, 0.2, 0.2, None, 1)[0] == 0 and ppo.value_loss(x, x, x, empty, 0.2, 1) == 0
     logprobs = torch.tensor([[500.0, -500.0]], requires_grad=True)
-    loss, _ = ppo.policy_loss(logprobs, torch.zeros(1, 2), -torch.ones(1, 2), torch.tensor([[True, True]]), 0.2, 0.2)
+    both = torch.tensor([[True, True]])
+    loss, _ = ppo.policy_loss(logprobs, torch.zeros(1, 2), -torch.ones(1, 2), both, 0.2, 0.2, None, 2)
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(logprobs.grad).all()
 
