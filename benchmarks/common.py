@@ -73,6 +73,21 @@ def line(cells) -> None:
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(run) -> float:
+    """That run() takes, on a GPU until it has done its work."""
+    synchronize()
+    start = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - start
+
+
 def character_tokenizer(vocab_size: int) -> ppo_llm.HFTokenizer:
     """A character a token, but for pad, eos and unk; beyond 20,000 characters ids go unused."""
     return ppo_llm.HFTokenizer.from_texts(["".join(chr(0x4E00 + i) for i in range(min(vocab_size - 3, 20_000)))])

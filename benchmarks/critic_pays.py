@@ -7,8 +7,7 @@ TASK is sort, "sort 10" or key; METHOD is critic, constant, group or another key
 Every method gets 256 samples an iteration and otherwise the defaults; groups are four samples of one prompt, by
 tests/forks/group_normalised.patch. The level is 90 % of right answers, or of sorting ten digits a reward of 0.8, the
 share of digits in place. It is that of the rollouts, which are sampled, each of prompts that were not asked before, and
-is reached where the mean over five iterations is above it. Seconds are those of iterations. "Pretrained" is a critic
-that has learned alone before, from the first policy. The samples for it do not count, but those of a warm-up do.
+is reached where the mean over five iterations is above it. Seconds are those of iterations.
 """
 
 import contextlib
@@ -18,7 +17,6 @@ import random
 import statistics
 import sys
 import tempfile
-import unittest.mock
 import zlib
 from pathlib import Path
 
@@ -36,12 +34,9 @@ TASKS = {
 # What is measured, and the level that is to be reached.
 LEVELS = {"sort": ("objective/accuracy", 0.9), "sort 10": ("objective/reward", 0.8), "key": ("objective/accuracy", 0.9)}
 SAMPLES = 256  # of an iteration
-PRETRAINING = 10  # iterations in which the critic learns alone
 METHODS = {
     "critic": {},
     "critic, lambdas 0.95": dict(critic_lambda=0.95, gae_lambda=0.95),
-    "critic, pretrained": {},
-    "critic, warm-up": dict(critic_warmup_iterations=PRETRAINING),
     "constant": dict(critic_epochs=0),  # all values are 0, and advantages are whitened
     "group": dict(rollout_batch_size=64, n_samples_per_prompt=4),
 }
@@ -91,25 +86,11 @@ def script(method: str):
     return module
 
 
-def pretrain(ppo, task: str, seed: int, folder: str) -> dict:
-    """Train a critic alone, with 8 epochs, on other prompts. Returns the flags of a run that starts from it."""
-    alone = dict(num_iterations=PRETRAINING, critic_warmup_iterations=PRETRAINING, critic_epochs=8)
-    args = ppo.Args(seed=seed, device="cpu", log_dir=folder, run_name="alone", save_every=0, eval_episodes=1,
-                    **TASKS[task] | alone)  # fmt: skip
-    with unittest.mock.patch.object(ppo, "first_prompt", return_value=10**7 * seed):
-        ppo.train(args)
-    same = {name: getattr(args, name) for name in ppo.DEFAULTS} | dict(sft_steps=0)  # the warm start has been made
-    return same | dict(model=f"{folder}/alone/model", critic_model=f"{folder}/alone/critic")
-
-
 def run(task: str, method: str, seed: int) -> dict:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         ppo = script(method)
-        flags = TASKS[task] | METHODS[method]
-        if method == "critic, pretrained":
-            flags = flags | pretrain(ppo, task, seed, folder)
         ppo.train(ppo.Args(seed=seed, device="cpu", log_dir=folder, run_name="run", save_every=0, eval_episodes=1,
-                           **flags))  # fmt: skip
+                           **TASKS[task] | METHODS[method]))  # fmt: skip
         rows = common.read_lines(Path(folder, "run", "metrics.jsonl"))
     names = "objective/accuracy", "objective/reward", "time/iteration", "critic/explained_variance"
     columns = {name: [row.get(name) for row in rows] for name in names}

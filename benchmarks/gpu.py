@@ -19,7 +19,7 @@ from pathlib import Path
 import common
 import torch
 import transformers
-from common import ppo_llm
+from common import ppo_llm, seconds, synchronize
 
 import ppo_llm_continuous_batching as continuous
 
@@ -28,19 +28,6 @@ DEVICE = torch.device("cpu" if SMOKE and not torch.cuda.is_available() else "cud
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 SHAPES = {"tiny": common.TINY} if SMOKE else {"0.5B": common.QWEN_05B, "1.5B": common.QWEN_15B}
 ROWS, PROMPT, NEW = ((1, 4), 4, 24) if SMOKE else ((1, 64, 256), 128, 256)
-
-
-def synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds(run) -> float:
-    synchronize()
-    start = time.perf_counter()
-    run()
-    synchronize()
-    return time.perf_counter() - start
 
 
 def copy_bandwidth() -> float:

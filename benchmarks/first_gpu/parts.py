@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import common
 import torch
 import transformers
+from common import seconds, synchronize
 from torch.distributed.tensor import DTensor
 
 DEVICE = os.environ.get("DEVICE", "cuda")
@@ -80,19 +81,6 @@ def largest_difference(rows: list[dict], others: list[dict]) -> dict:
                 if difference > worst:
                     worst, where = difference, f"{key} in iteration {row['iteration']}"
     return {"worst": worst, "where": where}
-
-
-def synchronize():
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds(run) -> float:
-    synchronize()
-    start = time.perf_counter()
-    run()
-    synchronize()
-    return time.perf_counter() - start
 
 
 def memory() -> dict:
