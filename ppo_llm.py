@@ -380,6 +380,7 @@ def train(args: Args) -> dict:
 
         # --- New weights for sampler and reference, diagnosis of the ratio, log, checkpoint
         copy_weights(actor, sampler)
+        # FORK: what the next iteration gets from this one.
         if args.ref_sync_every and (state.iteration + 1) % args.ref_sync_every == 0:
             copy_weights(actor, reference)
         # Why did the ratio stay at 1, if it did? This scores an eighth of the samples again.
@@ -958,7 +959,7 @@ class Transformer(nn.Module):
         targets = tokens[packing.sampled]  # [m]
         # clone: FSDP's backward hooks do not see a view that is changed in place.
         unpack = lambda x: packing.unpack(x, packing.place[packing.sampled]).clone()  # [B, T]
-        if self.head == "scalar":
+        if self.head != "lm":
             return unpack(self.values(x))
         logprobs, entropies = token_logprobs(
             x, self.lm_head.weight, targets, temperature, self.of_chunk
@@ -1333,7 +1334,7 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
         config.dtype = weights["model.norm.weight"].dtype
         task = "CausalLM" if model.head == "lm" else "SequenceClassification"
         config.architectures = [f"{config.model_type.capitalize()}For{task}"]
-        if model.head == "scalar":
+        if model.head != "lm":
             config.num_labels = 1
             config.pad_token_id = tokenizer.pad_id  # transformers finds the last token by it
         vars(config).pop("quantization_config", None)  # the weights are no longer quantized
@@ -1863,7 +1864,7 @@ def shard(model: Transformer, args):
 
 
 def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Transformer:
-    """A model with undefined weights: sharded or, as a sampler, whole and in the forward's dtype.
+    """A model whose weights are NaN: sharded or, as a sampler, whole and in the forward's dtype.
 
     It is made without storage, so that each rank allocates its shards alone.
     """
@@ -1874,6 +1875,8 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
     else:
         shard(model, args)
     model.to_empty(device=args.device)
+    for p in model.parameters():
+        nn.init.constant_(p, math.nan)  # so that one that nobody initializes is noticed
     model.tie_weights()
     model.rope = rope_frequencies(config)[0].to(args.device)
     return model
@@ -2155,6 +2158,8 @@ class Run:
         if cause == "forward_mismatch" and state.actor_steps == len(actor_stats):
             if args.recompute_old_logprobs:  # else rounding of the sampler may be the reason
                 raise UserError(f"the first ratio of the run is not 1: {advice}")
+        if any(step["skipped"] for step in critic_stats):
+            self.print_once("  critic: steps are skipped, since gradients are not finite")
         # The first values of the updates must be those of the experience, like the first ratio.
         rounding = 0.1 if args.dtype == "bfloat16" else 1e-3
         if row["critic/first_dev"] > rounding * float(e.values.abs().max()):

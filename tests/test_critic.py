@@ -94,3 +94,9 @@ def test_explained_variance_by_hand(ppo):
     assert ppo.explained_variance(values + 5, returns) == pytest.approx(expected, abs=1e-5)
     assert ppo.explained_variance(returns - 5, returns) == 1 and ppo.explained_variance(0 * returns, returns) == 0
     assert math.isnan(ppo.explained_variance(values, 0.7 + 1e-7 * returns))
+
+
+def test_weights_that_nobody_initializes_are_noticed(ppo, tmp_path, capsys):
+    with mock.patch.object(torch.nn.init, "zeros_"):  # of the critic's head
+        record(ppo, tmp_path, num_iterations=1)
+    assert "critic: steps are skipped, since gradients are not finite" in capsys.readouterr().out

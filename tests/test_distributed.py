@@ -1,5 +1,6 @@
 """Several ranks give the numbers of one process. Ranks are processes of torchrun: see distributed_worker.py."""
 
+import contextlib
 import json
 import os
 import re
@@ -50,7 +51,10 @@ def finish(process, timeout):
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun then ends its ranks
-        output, _ = process.communicate(timeout=60)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        process.kill()
+        output, _ = process.communicate()
         pytest.fail(f"hangs after {timeout} s:\n{output[-5000:]}")
     return process.returncode, output
 

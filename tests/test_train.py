@@ -66,7 +66,7 @@ def record(ppo, folder, tensorboard=False, **flags):
             if name == "make_experience":
                 run.weights.append({key: weights(model) for key, model in models().items() if model})
             if name == "make_optimizer":
-                key = {"lm": "actor", "scalar": "critic"}[call["model"].head]
+                key = "actor" if call["model"].head == "lm" else "critic"
                 norm = lambda: float(flat(p.grad for p in call["model"].parameters()).norm())
                 step = lambda *_: run.steps.append((key, result.param_groups[0]["lr"], norm()))
                 result.register_step_post_hook(step)
