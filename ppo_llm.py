@@ -1362,6 +1362,7 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
                 shutil.copy(generation_config, path)
             file = path / "model.safetensors"
             safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
+            print0(f"saved {path}")
     if dist.is_initialized():
         dist.barrier()
 
@@ -1441,6 +1442,8 @@ class Prompts(gym.Env):
         if reward:
             with attempt(f"import the reward function {reward}"):
                 self.reward = pkgutil.resolve_name(reward)  # in place of the method below
+                if not callable(self.reward):
+                    raise ValueError("it must have the form my_module:my_function")
 
     @staticmethod
     def convert(row):
@@ -1546,6 +1549,11 @@ def make_envs(args, evaluation: bool = False) -> list[gym.Env]:
         kwargs = dict(**json.loads(args.env_kwargs))
         if evaluation:
             kwargs |= json.loads(args.eval_env_kwargs)
+        if args.env_id == "Prompts-v0" and not (kwargs.get("reward") or args.reward_model):
+            raise UserError(
+                "Prompts-v0: nothing gives rewards. Add --reward-model, or a function of yours to "
+                '--env-kwargs, "reward": "my_module:my_function"'
+            )
         return [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
 
 
@@ -1766,7 +1774,8 @@ def print_plan(args, plan: types.SimpleNamespace):
     prompts, n = args.rollout_batch_size, args.n_samples_per_prompt
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     kl = f"KL x {args.kl_coef:g} in the {'loss' if args.kl_loss else 'reward'}"
-    defaults = ", ".join(f"{name} {getattr(args, name):g}" for name in [*DEFAULTS, "critic_lr"])
+    names = ("max_prompt_tokens", "max_new_tokens", "actor_lr", "critic_lr")
+    defaults = ", ".join(f"{name} {getattr(args, name):g}" for name in names)
     print0(f"""\
   ranks      {WORLD_SIZE}, {args.device}, {args.dtype}, compile {args.compile}
   rollout    {prompts} prompts x {n} samples
@@ -2009,6 +2018,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
     if "demonstration" not in reset(env, first)[1]:
         print0("no warm start: the environment gives no demonstrations")
         return
+    print0(f"warm start: {args.sft_steps} steps on demonstrations")
     optimizer = make_optimizer(actor)
     for i in range(args.sft_steps):
         episodes = []
@@ -2032,7 +2042,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
             stats.append({"loss": loss})
         lr = linear_schedule(args.actor_lr, 0.0, i / args.sft_steps)
         optimizer_step(actor, optimizer, lr, args)
-    print0(f"warm start: {args.sft_steps} steps, loss {reduce_stats(stats)['loss']:.3f} per token")
+    print0(f"  loss {reduce_stats(stats)['loss']:.3f} per token in the last one")
 
 
 # === 11. Run folder, saving, resuming ===
@@ -2189,7 +2199,7 @@ class Run:
             samples.append({
                 "iteration": row["iteration"],
                 "prompt": prompt,
-                "response": "".join(text for _, text in rest),
+                "response": "\n".join(text for _, text in rest),  # and what came between
                 "stop": episode.stop,
                 "reward": reward,
                 "n_tokens": sum(episode.mask),
@@ -2308,8 +2318,9 @@ def resume(args, checkpointed: dict) -> TrainState:
 def main():
     sys.path.append(os.getcwd())  # find modules of the user in the working directory, too
     sys.stdout.reconfigure(errors="backslashreplace")  # where it cannot show all characters
+    args = tyro.cli(Args, console_outputs=RANK == 0)
     try:
-        train(tyro.cli(Args, console_outputs=RANK == 0))
+        train(args)
     except UserError as error:
         if RANK > 0:
             time.sleep(5)  # let rank 0 report first, then torchrun ends the others
@@ -2317,6 +2328,10 @@ def main():
         if isinstance(error, CodeError):
             traceback.print_exception(error.__cause__)
         sys.exit(2)
+    finally:
+        # A thread of gloo may still have to let go of the last collective's tensors. If Python is
+        # shutting down then, it aborts the process: https://github.com/pytorch/pytorch/pull/179291.
+        time.sleep(1)
     dist.destroy_process_group()
 
 

@@ -14,7 +14,6 @@ import json
 import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 RESULTS = Path(__file__).parent / "data" / "reference.jsonl"
@@ -86,6 +85,10 @@ def compare(mine: dict, references: list[dict]) -> dict:
 
 
 def draw(found: dict, n: int, path: Path):
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return print("\nno picture without matplotlib (pip install matplotlib)")
     figure, axes = plt.subplots(3, 4, figsize=(14, 8), layout="constrained")
     for axis, (name, (curve, mean, width, first)) in zip(axes.flat, found.items(), strict=True):
         x = n * (np.arange(len(mean)) + 0.5)

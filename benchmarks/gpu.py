@@ -148,14 +148,14 @@ def iteration() -> None:
     lengths, tokenizer = common.forced_lengths("log-normal", samples, mean, 8 * mean), common.character_tokenizer(
         shape["vocab_size"])  # fmt: skip
 
-    common.gym.register("Prompts-v0", entry_point=common.Prompts)
+    common.gym.register("Listed-v0", entry_point=common.Prompts)
     prompts = json.dumps({"prompts": common.random_prompts(tokenizer, samples // 4, PROMPT)})
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder, common.forced(continuous, lengths):
         common.write_checkpoint(f"{folder}/model", tokenizer, PROMPT + 8 * mean, shape)
         continuous.train(continuous.Args(
-            model=f"{folder}/model", env_id="Prompts-v0", env_kwargs=prompts, log_dir=folder, run_name="run",
+            model=f"{folder}/model", env_id="Listed-v0", env_kwargs=prompts, log_dir=folder, run_name="run",
             save_every=0, num_iterations=3, rollout_batch_size=samples // 4, n_samples_per_prompt=4,
             rollout_slots=256, train_batch_size=samples // 4, ppo_epochs=1, micro_batch_tokens=32768,
             max_prompt_tokens=PROMPT, max_new_tokens=8 * mean, eval_episodes=1, device=DEVICE.type,

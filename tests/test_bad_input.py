@@ -120,14 +120,17 @@ def test_file_that_is_wrong_is_named_with_the_line(ppo, tmp_path, env_id, conten
     path = tmp_path / "rows"
     if content is not None:
         path.write_text(content, encoding="latin-1")
-    flags = dict(env_id=env_id, env_kwargs=json.dumps({"path": str(path)}))
+    flags = dict(env_id=env_id, env_kwargs=json.dumps({"path": str(path), "reward": "environments:length"}))
     refuse(ppo, tmp_path, path, part.replace("ROWS", str(path)), **flags)
 
 
 @pytest.mark.parametrize(("reward", "second", "part"), [
     ("no_such_module:reward", "}", "cannot import the reward function no_such_module:reward: ModuleNotFoundError"),
     ("environments:rewrad", "}", "cannot import the reward function environments:rewrad: AttributeError"),
-    (None, ', "demonstration": 5}', "cannot use the demonstration of seed "), (None, "}", "KeyError: 'demonstration'"),
+    ("environments", "}", "the reward function environments: ValueError: it must have the form my_module:my_function"),
+    (None, "}", "Prompts-v0: nothing gives rewards. Add --reward-model, or a function of yours"),
+    ("environments:length", ', "demonstration": 5}', "cannot use the demonstration of seed "),
+    ("environments:length", "}", "KeyError: 'demonstration'"),
 ])  # fmt: skip
 def test_reward_function_or_demonstration_that_is_missing(ppo, tmp_path, reward, second, part):
     """The first row, which is the first that trains with this seed, has a demonstration."""

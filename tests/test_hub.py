@@ -63,8 +63,9 @@ def hub(tmp_path, monkeypatch):
 
 def train(ppo, folder, command=(sys.executable,), **flags):
     (folder / "rows.jsonl").write_text('{"prompt": "Guess."}\n{"prompt": "Again."}\n')
+    (folder / "rewards.py").write_text("def length(prompt, response, row):\n    return len(response)\n")
     sizes = dict(max_prompt_tokens=64, max_new_tokens=8, num_iterations=1, env_id="Prompts-v0")
-    flags = sizes | dict(env_kwargs='{"path": "rows.jsonl"}') | flags
+    flags = sizes | dict(env_kwargs='{"path": "rows.jsonl", "reward": "rewards:length"}') | flags
     return finish(start([*command, ppo.__file__, *flags_of(**flags)], folder), timeout=120)
 
 

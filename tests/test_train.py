@@ -291,7 +291,7 @@ def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_referen
 
 def test_a_run_without_demonstrations_says_that_it_makes_no_warm_start(ppo, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab="}')
-    kwargs = json.dumps({"path": str(tmp_path / "rows.jsonl")})
+    kwargs = json.dumps({"path": str(tmp_path / "rows.jsonl"), "reward": "environments:length"})
     record(ppo, tmp_path, env_id="Prompts-v0", env_kwargs=kwargs, sft_steps=1, num_iterations=1)
     assert "no warm start: the environment gives no demonstrations" in capsys.readouterr().out
 
