@@ -59,15 +59,14 @@ def differences(args: dict, reference: dict) -> list[str]:
 
 
 def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and half the width of the band, [points], of the curves [runs, points].
-
-    The deviation at a point is estimated from the points around it, too, as a few runs say little about it.
-    """
+    """Mean and half the width of the band, [points], of the curves [runs, points]."""
     mean = curves.mean(axis=0)
+    # The deviation at a point is estimated from five points, as a few runs say little about it.
     variance = curves.var(axis=0, ddof=1)
     around = np.pad(variance, 2, mode="edge")
     variance = np.mean([around[i : i + len(variance)] for i in range(5)], axis=0)
-    return mean, WIDTH * np.sqrt(variance * (1 + 1 / len(curves))) + 0.02 * np.abs(curves).max(axis=0) + 1e-4
+    variance *= (1 + 1 / len(curves)) * 4 / (len(curves) - 1)  # the fewer runs, the less they say about it
+    return mean, WIDTH * np.sqrt(variance) + 0.02 * np.abs(curves).max(axis=0) + 1e-4
 
 
 def compare(mine: dict, references: list[dict]) -> dict:
