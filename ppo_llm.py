@@ -331,7 +331,7 @@ def train(args: Args) -> dict:
                     v_loss.backward()
                     # "max_" tells reduce_stats to take the largest; other statistics add up.
                     # In the first minibatch it is 0 up to rounding, which run.log checks.
-                    value_dev = (newvalues - mb.values).abs().max()
+                    value_dev = ((newvalues - mb.values) * mb.mask).abs().max()
                     stats.append({"value_loss": v_loss, "max_value_dev": value_dev})
                 progress = state.critic_steps / plan.critic_steps_total
                 lr = linear_schedule(args.critic_lr, args.lr_end, progress)
@@ -349,7 +349,7 @@ def train(args: Args) -> dict:
             for n_tokens, minibatch in minibatches(experience, epoch, state, args):
                 stats = []
                 for mb in minibatch:
-                    # [B, T], 0 outside the mask, as all tensors of `mb`
+                    # [B, T], 0 outside the mask
                     newlogprobs, entropies = sampled_logprobs(actor, mb, args.temperature)
                     # FORK: policy loss.
                     pg_loss, mb_stats = policy_loss(
@@ -360,7 +360,7 @@ def train(args: Args) -> dict:
                     loss = pg_loss - args.entropy_coef * entropy
                     if args.kl_loss and reference:
                         kls = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_loss)
-                        mb_stats["kl_loss"] = kls.sum() / n_tokens
+                        mb_stats["kl_loss"] = (kls * mb.mask).sum() / n_tokens
                         loss = loss + args.kl_coef * mb_stats["kl_loss"]
                     loss.backward()
                     stats.append(mb_stats | {"policy_loss": pg_loss, "entropy": entropy})

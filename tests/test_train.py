@@ -1,6 +1,7 @@
 """The training loop, run for real on the embedded model: what takes effect, and what does not change results."""
 
 import collections
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -211,6 +212,16 @@ def test_every_epoch_learns_from_the_experience_as_it_is(run):
                 used = torch.cat([call[name][call["mask"]] for call in epoch])
                 expected = getattr(experience, name.replace("old_values", "values"))[experience.mask]
                 torch.testing.assert_close(used.sort().values, expected.sort().values)
+
+
+def test_a_fork_may_leave_tokens_out_of_the_mask(ppo, tmp_path, capsys):
+    minibatches = ppo.minibatches
+    even = lambda experience: experience.mask & (torch.arange(len(experience.mask)) % 2 == 0)[:, None]
+    narrowed = lambda experience, *rest: minibatches(dataclasses.replace(experience, mask=even(experience)), *rest)
+    with mock.patch.object(ppo, "minibatches", narrowed):
+        seen = record(ppo, tmp_path, kl_coef=0.1, kl_loss="k3")
+    assert abs(seen.rows[0]["ratio/steps"][0]["kl_loss"]) < 1e-5  # the reference is the actor
+    assert "critic: its first values" not in capsys.readouterr().out
 
 
 def test_noise_is_that_of_the_iteration_and_of_the_evaluation(run):
