@@ -27,10 +27,10 @@ token is stored at the index of that token:
     values[b, t]    is the critic's value of the state in which token t was sampled
     rewards[b, t]   is what token t earned
 
-Dimensions: N samples of a rollout, B rows of a microbatch or of the decoder, T tokens, V
-vocabulary, S cache positions, H and Hkv heads, D head size. A minibatch is the data of an optimizer
-step, a microbatch (`mb`) that of a forward and backward pass. All ranks (processes of torchrun)
-hold the same experience; each plays a share of the episodes and computes a share of every
+Dimensions: N samples of a rollout, B rows of a microbatch or of the decoder, T tokens, S the most
+tokens that a row may have, V vocabulary, H and Hkv heads, D head size. A minibatch is the data of
+an optimizer step, a microbatch (`mb`) that of a forward and backward pass. All ranks (processes of
+torchrun) hold the same experience; each plays a share of the episodes and computes a share of every
 minibatch. Losses are sums over a share, divided by the sampled tokens of the whole minibatch, and
 gradients are summed over the ranks: the numbers are those of one rank, up to rounding.
 `# FORK:` marks where forks change the algorithm.
@@ -117,7 +117,7 @@ class Args:
     num_iterations: int = 270  # an iteration is a rollout and the updates on it
     rollout_batch_size: int = 256  # prompts of a rollout, on all ranks together
     n_samples_per_prompt: int = 1  # responses to each prompt
-    rollout_slots: int = 256  # samples that a rank decodes at the same time
+    rollout_slots: int = 256  # samples that a rank decodes at the same time, at most
     max_prompt_tokens: int | None = None  # longer prompts are an error; default: 16, --model: 512
     max_new_tokens: int | None = None  # of all turns and what is between; default: 8, --model: 256
     temperature: float = 1.0  # divides the logits in rollouts, and in all log-probs of PPO
@@ -151,12 +151,12 @@ class Args:
     # estimator of the KL as a term of the loss; default: k1, subtracted from the rewards
     kl_loss: Literal["k2", "k3"] | None = None
     ref_sync_every: int = 0  # iterations after which the reference becomes the actor; 0: never
-    missing_eos_penalty: float = 0.0  # subtracted from the reward if --max-new-tokens is hit
+    truncation_penalty: float = 0.0  # subtracted from the reward if --max-new-tokens is hit
 
     eval_episodes: int = 512  # played twice: sampled at temperature 1, and greedily
     eval_every: int = 0  # iterations between evaluations; 0: only before the first, after the last
     save_every: int = 50  # iterations between checkpoints; 0: none, unless a signal ends the run
-    # auto: continue the run --run-name, if it has a checkpoint; or the folder of a checkpoint
+    # "auto" continues the run --run-name if it has a checkpoint; else the folder of a checkpoint
     resume: str | None = None
 
 
@@ -169,7 +169,7 @@ DEFAULTS = {  # of flags whose default depends on --model: (without it, with it)
 
 
 # === 2. Mathematics of PPO ===
-# Tensors are [B, T]. `mask` is True where the actor sampled; what is elsewhere is ignored.
+# Tensors are [N, T] or [B, T]. `mask` is True at sampled tokens; what is elsewhere is ignored.
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -204,12 +204,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 def compute_gae(rewards, values, mask, gamma, gae_lambda) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
 
-    All tensors are [B, T]. The sampled tokens of a row are one trajectory: the environment's text
+    All tensors are [N, T]. The sampled tokens of a row are one trajectory: the environment's text
     between them is skipped. Every end is final: after the last token the value is 0, even if the
     response was cut. Returns advantages and returns, 0 outside the mask.
     """
     values = torch.where(mask, values, 0.0)
-    nextvalues = lastgaelam = values.new_zeros(len(values))  # [B]
+    nextvalues = lastgaelam = values.new_zeros(len(values))  # [N]
     advantages = torch.zeros_like(values)
     for t in reversed(range(mask.shape[1])):
         delta = rewards[:, t] + gamma * nextvalues - values[:, t]
@@ -316,7 +316,7 @@ def train(args: Args) -> dict:
         experience = make_experience(episodes, actor, critic, reference, args)
         clock.end("score")
 
-        # --- Critic epochs. They could as well come after those of the actor.
+        # --- Critic epochs. Their order with the actor's makes no difference.
         critic_stats = []  # of each optimizer step
         for epoch in range(args.critic_epochs):
             for n_tokens, minibatch in minibatches(experience, epoch, state, args):
@@ -331,7 +331,7 @@ def train(args: Args) -> dict:
                     # gradient is that of the mean over all sampled tokens of the minibatch.
                     v_loss.backward()
                     # "max_" tells reduce_stats to take the largest; other statistics add up.
-                    # In the first minibatch it is 0 up to rounding, which run.log checks.
+                    # In the first minibatch value_dev is 0 up to rounding, which run.log checks.
                     value_dev = ((newvalues - mb.values) * mb.mask).abs().max()
                     stats.append({"value_loss": v_loss, "max_value_dev": value_dev})
                 progress = state.critic_steps / plan.critic_steps_total
@@ -384,7 +384,8 @@ def train(args: Args) -> dict:
         # FORK: what the next iteration gets from this one.
         if args.ref_sync_every and (state.iteration + 1) % args.ref_sync_every == 0:
             copy_weights(actor, reference)
-        # Why did the ratio stay at 1, if it did? This scores an eighth of the samples again.
+        # Why did the ratio stay at 1, if it did? This is no part of PPO but finds mistakes, and
+        # scores an eighth of the samples again.
         diagnosis = diagnose_ratio(
             actor, weights_before, experience, actor_stats, early_stop, state, args
         )
@@ -436,7 +437,7 @@ class Experience:
     """
 
     tokens: Tensor  # [N, T], as all tensors that follow but lengths
-    mask: Tensor  # bool: sampled by the actor; log-probs, values etc. are 0 where it is False
+    mask: Tensor  # bool: sampled, not given; log-probs, values etc. are 0 where it is False
     logprobs: Tensor  # the sampler's, not the actor's
     rewards: Tensor
     lengths: Tensor  # [N] tokens without padding
@@ -491,8 +492,8 @@ def sampled_logprobs(model: Transformer, mb: Experience, temperature: float):
 def sampled_values(critic: Transformer, mb: Experience) -> Tensor:
     """values[:, 1:] = critic(tokens)[:, :-1] * mask[:, 1:], without padding.
 
-    Models with the same tokenizer may pad their vocabularies to different sizes: an id that the
-    critic does not have becomes its last one.
+    Models with the same tokenizer may pad their vocabularies to different sizes: an id of the
+    actor's padding that the critic does not have becomes the critic's last one.
     """
     tokens = mb.tokens.clamp(max=critic.config.vocab_size - 1)
     return critic(tokens, packing=mb.packing)
@@ -527,16 +528,17 @@ def make_experience(episodes, actor, critic, reference, args) -> Experience:
     old_logprobs = experience.logprobs
     if args.recompute_old_logprobs:
         old_logprobs = logprobs_of_all(actor, experience, args)
-    ref_logprobs = old_logprobs
+    ref_logprobs = old_logprobs  # without a reference: the KL is 0
     if reference:
         ref_logprobs = logprobs_of_all(reference, experience, args)
 
     # --- Rewards [N, T]: those of environment and reward model, minus the penalties
     rewards = experience.rewards
-    # FORK: reward shaping, by all ranks for all samples. In place: experience.rewards is logged.
+    # FORK: reward shaping. Every rank does the same for all samples; what is changed in place is
+    # logged.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
-            rewards[i, len(episode.ids) - 1] -= args.missing_eos_penalty
+            rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
     if not args.kl_loss:  # not in place: the reward that is logged is without the KL
         rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
     if not rewards.isfinite().all():
@@ -549,7 +551,7 @@ def make_experience(episodes, actor, critic, reference, args) -> Experience:
     _, returns = compute_gae(rewards, values, mask, args.gamma, args.critic_lambda)
     _, mc_returns = compute_gae(rewards, values, mask, args.gamma, 1.0)  # for the log
     advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
-    if advantage_std < 1e-6:  # whitening would amplify rounding errors
+    if advantage_std < 1e-6:  # rounding errors alone, of which whitening would make up to 0.01
         advantages = torch.zeros_like(advantages)
     return dataclasses.replace(
         experience, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values,
@@ -596,10 +598,10 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     conversation: list[tuple[str, str]] = field(default_factory=list)  # (role, text)
     prompt_length: int = 0
-    # Why it ended. "eos": the environment terminated it. "env": the environment truncated it.
-    # "length": --max-new-tokens cut its last response, or left no room for another turn.
+    # Why it ended: the environment has "terminated" or "truncated" it, or "length":
+    # --max-new-tokens cut its last response, or left no room for another turn.
     stop: str = ""  # it goes on
-    success: bool = False  # info["success"] of the last step, else whether the rewards are above 0
+    success: bool = False  # info["success"] of the last step, else: was the sum of rewards above 0?
     score: float = 0.0  # of the reward model, included in the rewards
 
     def add(self, ids: list[int], logprobs: list[float] | None = None):
@@ -610,7 +612,7 @@ class Episode:
         self.rewards += [0.0] * len(ids)
 
     def begin(self, env: gym.Env, tokenizer: HFTokenizer, args) -> dict:
-        """Take the environment's prompt. Returns its info."""
+        """Take the environment's prompt. Returns its info, for the warm start."""
         prompt, info = reset(env, self.seed)
         self.conversation.append(("user", prompt))
         self.add(tokenizer.encode_prompt(prompt))
@@ -638,7 +640,7 @@ class Episode:
         if self.ids[-1] not in tokenizer.stop_ids:  # cut, even if the environment says terminated
             self.stop = "length"
         elif terminated or truncated:
-            self.stop = "eos" if terminated else "env"
+            self.stop = "terminated" if terminated else "truncated"
         elif len(self.ids) + len(feedback) >= self.prompt_length + args.max_new_tokens:
             self.stop = "length"
         else:
@@ -920,7 +922,7 @@ class Attention(nn.Module):
     def attend_to_cache(self, q, k, v, cache, positions, mask):
         """Add k and v [B, T, Hkv, D] to the cache, attend to all that is in it: [B, T, H * D]."""
         B, T = positions.shape
-        k, v = cache.update(self.layer, k, v, positions, mask.shape[-1])  # [B, Hkv, S, D]
+        k, v = cache.update(self.layer, k, v, positions, mask.shape[-1])  # [B, Hkv, attend, D]
         # enable_gqa is slow with a mask: fold the G query heads of a key head into the queries.
         q = q.view(B, T, self.Hkv, -1, self.D).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, T, D]
         out = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask)
@@ -1004,8 +1006,9 @@ class Transformer(nn.Module):
         context = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), packing)
         if cache is not None:
             G = self.config.num_attention_heads // self.config.num_key_value_heads
-            mask = torch.arange(attend, device=tokens.device) <= positions[..., None]  # [B, T, S]
-            mask = mask.repeat(1, G, 1)[:, None]  # [B, 1, G * T, S]
+            readable = torch.arange(attend, device=tokens.device)
+            mask = readable <= positions[..., None]  # [B, T, attend]
+            mask = mask.repeat(1, G, 1)[:, None]  # [B, 1, G * T, attend]
             context += (cache, positions, mask)
         x = self.model.embed_tokens(tokens)  # [..., hidden]
         for block in self.model.layers:
@@ -1038,7 +1041,7 @@ class Transformer(nn.Module):
 
 
 class KVCache:
-    """Keys and values of every layer, [B, Hkv, S, D] each.
+    """Keys and values of every layer, [B, Hkv, size, D] each.
 
     A forward pass writes anywhere (what must not be kept, at position `scratch`), but reads only
     the first `attend` positions: a decode step takes as long as the texts are, not the limit.
@@ -2038,7 +2041,7 @@ def add_scores(episodes: list[Episode], reward_model, args):
     """Add the reward model's score of each conversation to the reward of the last token.
 
     It is what the model says at the last token of the text that its own tokenizer and template
-    make of the conversation. It does not see whether a response was cut: --missing-eos-penalty.
+    make of the conversation. It does not see whether a response was cut: --truncation-penalty.
     """
     model, tokenizer = reward_model
     ids = [tokenizer.encode_conversation(*episode.conversation) for episode in episodes]
@@ -2206,7 +2209,7 @@ class Run:
             "objective/accuracy": sum(episode.success for episode in episodes) / N,
             "objective/response_tokens": int(mask.sum()) / N,
             "objective/entropy": -float(masked_mean(e.old_logprobs, mask)),
-            "objective/truncated": sum(episode.stop != "eos" for episode in episodes) / N,
+            "objective/truncated": sum(episode.stop != "terminated" for episode in episodes) / N,
             "objective/kl": float(kls.mean()),
             "objective/reward_model": sum(episode.score for episode in episodes) / N,
             "critic/explained_variance": explained_variance(e.values[mask], e.mc_returns[mask]),

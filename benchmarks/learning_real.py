@@ -42,6 +42,8 @@ TASKS = {
     "sums, pairs": FAST | dict(num_iterations=4, max_grad_norm=1e9, lr_end=0.25),  # as TRL, shorter
     "two digits, partial": SUMS | dict(env_kwargs='{"digits": 2, "partial": true}', num_iterations=24, actor_lr=2e-5,
                                        critic_lr=2e-5),
+    "think": SUMS | dict(env_kwargs='{"digits": 2, "partial": true, "think": true}', num_iterations=14, actor_lr=2e-5,
+                         max_new_tokens=60, micro_batch_tokens=1024),
     "largest": SUMS | dict(env_id="Largest-v0", num_iterations=14, max_new_tokens=40, micro_batch_tokens=1024),
     **{f"cheerful, KL {kl:g}": CHEERFUL | dict(kl_coef=kl) for kl in (0.0, 1e-4, 0.01, 0.05)},
 }

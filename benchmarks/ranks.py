@@ -26,7 +26,7 @@ MANY = sys.argv[1:2] == ["many"]
 FLAGS = (
     "--num-iterations 3 --rollout-batch-size 64 --n-samples-per-prompt 2 --train-batch-size 32 "
     "--micro-batch-tokens 200 --sft-steps 5 --eval-episodes 32 --kl-coef 0.05 --ref-sync-every 2 "
-    "--entropy-coef 0.01 --missing-eos-penalty 0.1"
+    "--entropy-coef 0.01 --truncation-penalty 0.1"
 ).split()
 RUNS = {  # name: (ranks, further flags); 0 ranks: no torchrun
     "1 process": (0, ""), "1 process, microbatches of 10,000 tokens": (0, "--micro-batch-tokens 10000"),

@@ -33,19 +33,21 @@ class Sums(gym.Env):
     """Prompts "What is 8 + 9?", numbers of up to `digits` digits. Reward 1 if the last number of the answer is it.
 
     partial: a wrong number of the right length gets half the share of its digits that are right.
-    order: prompts are shuffled by this seed.
+    think: the prompt asks for it. order: prompts are shuffled by this seed.
     """
 
-    def __init__(self, split: str = "train", digits: int = 1, partial: bool = False, order: int = 0):
+    def __init__(self, split: str = "train", digits: int = 1, partial: bool = False, think: bool = False,
+                 order: int = 0):  # fmt: skip
         numbers = range(10**digits)
         self.rows = split_rows([(a, b) for a in numbers for b in numbers], split)
         if order:
             random.Random(order).shuffle(self.rows)
         self.partial = partial
+        self.task = " Think step by step, then give the answer." if think else ""
 
     def reset(self, *, seed=None, options=None):
         self.a, self.b = self.rows[(seed or 0) % len(self.rows)]
-        return f"What is {self.a} + {self.b}?", {}
+        return f"What is {self.a} + {self.b}?{self.task}", {}
 
     def step(self, response):
         number, right = (re.findall(r"\d+", response.replace(",", "")) or [""])[-1], str(self.a + self.b)

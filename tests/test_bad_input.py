@@ -34,7 +34,7 @@ OUT_OF_RANGE = {
        "ppo_epochs train_batch_size micro_batch_tokens eval_episodes temperature "
        "clip_low clip_high value_clip target_kl max_grad_norm",
     -1: "seed critic_epochs sft_steps actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations "
-        "ref_sync_every gamma missing_eos_penalty save_every eval_every",
+        "ref_sync_every gamma truncation_penalty save_every eval_every",
     1.1: "gamma gae_lambda critic_lambda lr_end clip_low", 0.9: "dual_clip",
     math.inf: "critic_lr", math.nan: "actor_lr temperature", 2**70: "seed",
 }  # fmt: skip

@@ -11,8 +11,8 @@ from test_train import changed, record
 pytestmark = pytest.mark.shared
 
 
-def test_rewards_are_those_of_the_episodes_minus_kl_and_missing_eos_penalty(ppo, tmp_path):
-    run = record(ppo, tmp_path, kl_coef=5.0, missing_eos_penalty=0.5, max_new_tokens=4)
+def test_rewards_are_those_of_the_episodes_minus_kl_and_truncation_penalty(ppo, tmp_path):
+    run = record(ppo, tmp_path, kl_coef=5.0, truncation_penalty=0.5, max_new_tokens=4)
     experience, episodes = run.experiences[1], run.episodes[1]
     logratio = experience.old_logprobs - experience.ref_logprobs
     assert (logratio[experience.mask].abs() > 1e-6).all() and not logratio[~experience.mask].any()
@@ -20,15 +20,15 @@ def test_rewards_are_those_of_the_episodes_minus_kl_and_missing_eos_penalty(ppo,
     for i, episode in enumerate(episodes):
         expected[i, : len(episode.ids)] = torch.tensor(episode.rewards)
         expected[i, len(episode.ids) - 1] -= 0.5 * (episode.stop == "length")
-    assert {episode.stop for episode in episodes} == {"length", "eos"}
+    assert {episode.stop for episode in episodes} == {"length", "terminated"}
     torch.testing.assert_close(run.calls["compute_gae"][1]["rewards"], expected - 5.0 * logratio)
     assert run.rows[1]["objective/reward"] == pytest.approx(float(expected.sum(1).mean()))  # without the KL
     assert run.rows[1]["objective/kl"] == pytest.approx(float(logratio.sum(1).mean()), abs=1e-6)
 
 
 def test_the_penalty_is_not_for_episodes_that_the_environment_ends(ppo, tmp_path):
-    seen = record(ppo, tmp_path, env_id="environments:Dense-v0", missing_eos_penalty=0.5)
-    assert {episode.stop for episode in seen.episodes[0]} >= {"length", "env"}
+    seen = record(ppo, tmp_path, env_id="environments:Dense-v0", truncation_penalty=0.5)
+    assert {episode.stop for episode in seen.episodes[0]} >= {"length", "truncated"}
     expected = [sum(episode.rewards) - 0.5 * (episode.stop == "length") for episode in seen.episodes[0]]
     assert seen.calls["compute_gae"][0]["rewards"].sum(1).tolist() == pytest.approx(expected)
 

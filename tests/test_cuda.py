@@ -23,7 +23,7 @@ SIMULATED = Path(__file__).with_name("simulated_cuda.py")
 RUN = SMALL | dict(
     device="cuda", compile="off", env_id="environments:TwoTurns-v0", rollout_batch_size=4, train_batch_size=2,
     ppo_epochs=1, max_new_tokens=10, micro_batch_tokens=40, eval_episodes=1, kl_coef=0.1, ref_sync_every=1,
-    missing_eos_penalty=0.1, entropy_coef=0.01)
+    truncation_penalty=0.1, entropy_coef=0.01)
 FLOAT = RUN | dict(dtype="float32", num_iterations=1, run_name="float")
 ALONE = [
     RUN | dict(run_name="half", num_iterations=1, save_every=1, activation_checkpointing=True, sft_steps=1,

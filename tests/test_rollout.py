@@ -81,7 +81,7 @@ def tokenizer(ppo):
 
 def test_all_fields_are_aligned_at_the_tokens_own_index(ppo, tokenizer):
     episodes = run(ppo, random_model(ppo, tokenizer), tokenizer, "Lengths", 12, rollout_slots=5)
-    assert {episode.stop for episode in episodes} == {"eos", "length"}
+    assert {episode.stop for episode in episodes} == {"terminated", "length"}
     e = ppo.Experience.of(episodes)
     assert (e.tokens.dtype, e.mask.dtype, e.logprobs.dtype) == (torch.int64, torch.bool, torch.float32)
     for i, (episode, n) in enumerate(zip(episodes, e.lengths.tolist(), strict=True)):
@@ -92,7 +92,7 @@ def test_all_fields_are_aligned_at_the_tokens_own_index(ppo, tokenizer):
         assert response == tokenizer.decode(ids) and episode.conversation[0] == ("user", prompt)
         assert e.rewards[i].nonzero()[:, 0].tolist() == (sampled[-1:] if response else [])
         assert episode.rewards[-1] == len(response) / 10 and episode.success == bool(response)
-        assert episode.stop == ("eos" if ids[-1] == tokenizer.eos_id else "length")
+        assert episode.stop == ("terminated" if ids[-1] == tokenizer.eos_id else "length")
 
 
 @pytest.mark.parametrize(("env", "temperature"), [("Lengths", 0.7), ("TwoTurns", 1), ("Endless", 1.3), ("Endless", 0)])
@@ -123,7 +123,7 @@ def test_two_turns_by_hand(ppo, tokenizer):
     for episode, (first, answer, feedback, second), last_reward in zip(episodes, ["abcd", "efxy"], [1.0, 0.0]):
         a, b, c, d = tokenizer.encode(first + answer + feedback + second)
         assert episode.ids == [a, b, tokenizer.eos_id, c, d, tokenizer.eos_id]
-        assert episode.mask == [False, True, True, False, True, True] and episode.stop == "eos"
+        assert episode.mask == [False, True, True, False, True, True] and episode.stop == "terminated"
         assert episode.rewards == [0, 0, 0.25, 0, 0, last_reward]
         assert episode.conversation[1:] == [("assistant", answer), ("user", feedback), ("assistant", second)]
         assert [answer, second] in [env.seen for env in envs]
@@ -152,7 +152,7 @@ def test_a_turn_adds_to_the_cache_what_is_missing_and_equals_prefilling_all(ppo,
 
 def test_dense_rewards_lie_on_their_characters_in_each_turn(ppo, tokenizer):
     episodes = run(ppo, random_model(ppo, tokenizer), tokenizer, "Dense", samples=40, max_new_tokens=20)
-    assert {episode.stop for episode in episodes} == {"eos", "env", "length"}
+    assert {episode.stop for episode in episodes} == {"terminated", "truncated", "length"}
     for episode in episodes:
         characters, expected = 0, []
         for token, sampled, more in zip(episode.ids, episode.mask, [*episode.mask[1:], False], strict=True):
@@ -205,7 +205,7 @@ def test_a_sample_is_the_same_alone_in_any_batch_and_in_any_order(ppo, tokenizer
 
 
 @pytest.mark.parametrize(("env", "new_tokens", "stop", "response"), [
-    ("TextEnv", 1, "length", "b"), ("TextEnv", 3, "length", "bcd"), ("TextEnv", 4, "eos", "bcd"),
+    ("TextEnv", 1, "length", "b"), ("TextEnv", 3, "length", "bcd"), ("TextEnv", 4, "terminated", "bcd"),
     ("Endless", 7, "length", "bcd"), ("Endless", 8, "length", "bcdfeab"), ("Endless", 9, "length", "bcdfeabc"),
 ])  # fmt: skip
 def test_a_response_is_cut_by_the_token_limit_of_all_turns(ppo, tokenizer, env, new_tokens, stop, response):
@@ -226,4 +226,4 @@ def test_stop_ids_end_a_turn_where_they_are_sampled_and_nowhere_else(ppo, tokeni
     (eos, _), (a, b, c, y, equals) = two.stop_ids, two.encode("abcy=")
     assert (first.ids, first.mask) == ([a, eos, b, eos, c, eos], [False] * 4 + [True] * 2)
     assert (second.ids, second.mask) == ([y, equals, b, y], [False] * 3 + [True])
-    assert (first.stop, text(first), second.stop, text(second)) == ("eos", "c", "eos", "")
+    assert (first.stop, text(first), second.stop, text(second)) == ("terminated", "c", "terminated", "")

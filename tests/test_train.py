@@ -286,7 +286,7 @@ def test_evaluations_on_the_way_are_logged_and_change_nothing(run):
 
 def test_warm_start_teaches_the_demonstrations_and_their_end(run):
     before, after = (run(num_iterations=1, actor_lr=3e-3, sft_steps=n).evaluations[1][0] for n in (0, 60))  # greedy
-    assert {(episode.conversation[1][1], episode.stop) for episode in after} == {("fab", "eos")}
+    assert {(episode.conversation[1][1], episode.stop) for episode in after} == {("fab", "terminated")}
     assert "fab" not in {episode.conversation[1][1] for episode in before}
 
 
