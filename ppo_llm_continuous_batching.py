@@ -631,6 +631,8 @@ class Episode:
         # A pair (end, reward) is for the characters response[:end].
         for index, part in dense_rewards(info.get("rewards", ()), ids, tokenizer):
             self.rewards[start + index] += part
+        if not hasattr(reward, "__float__"):
+            raise ValueError(f"the reward of a step is {reward!r:.80}, which is not a number")
         self.rewards[-1] += float(reward)
         if not math.isfinite(sum(self.rewards)):
             raise ValueError(f"the rewards of a step are not finite: {reward}, {info!r:.200}")
@@ -1844,7 +1846,7 @@ def print_plan(args, plan: types.SimpleNamespace):
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     kl = f"KL x {args.kl_coef:g} in the {'loss' if args.kl_loss else 'reward'}"
     names = ("max_prompt_tokens", "max_new_tokens", "actor_lr", "critic_lr")
-    defaults = ", ".join(f"{name} {getattr(args, name):g}" for name in names)
+    settings = ", ".join(f"{name} {getattr(args, name):g}" for name in names)
     print0(f"""\
   ranks      {WORLD_SIZE}, {args.device}, {args.dtype}, compile {args.compile}
   rollout    {prompts} prompts x {n} samples
@@ -1854,7 +1856,7 @@ def print_plan(args, plan: types.SimpleNamespace):
   reference  {kl if args.kl_coef else "none"}
   run        {args.num_iterations} iterations: {plan.actor_steps_total:,} steps of the actor, \
 {plan.critic_steps_total:,} of the critic
-  defaults   {defaults}""")
+  settings   {settings}""")
 
 
 def connect(args):

@@ -103,9 +103,11 @@ def main(folder: str, task: str | None = None) -> bool:
     if not Path(folder, "metrics.jsonl").is_file():
         sys.exit(f"{folder} is not the folder of a run")
     args = read_args(Path(folder))
-    tasks = {run["task"]: run for run in runs if task or run["args"]["env_id"] == args["env_id"]}
+    same = lambda reference: all(reference[name] == args[name] for name in ("env_id", "env_kwargs"))
+    tasks = {run["task"]: run for run in runs if task or same(run["args"])}
     if not tasks:
-        sys.exit(f"no reference runs with --env-id {args['env_id']}; --task NAME compares with those of another")
+        sys.exit(f"no reference runs with --env-id {args['env_id']} --env-kwargs {args['env_kwargs']}; "
+                 "--task NAME compares with those of another")  # fmt: skip
     if task is None:  # the task from whose flags mine differ least
         task = min(tasks, key=lambda name: len(differences(args, tasks[name]["args"])))
     references = [run for run in runs if run["task"] == task]

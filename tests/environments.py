@@ -105,5 +105,5 @@ for cls in TwoTurns, Endless, Dense, Lengths, Raises, Exits, HalfAPair, Hangs, F
     gym.register(f"{cls.__name__}-v0", entry_point=cls)
 gym.register("Plain-v0", entry_point=TextEnv)
 gym.register("Constant-v0", entry_point=Reward)
-for name, reward in (("NaN", math.nan), ("Inf", math.inf), ("None", None), ("String", "1.0")):
+for name, reward in (("NaN", math.nan), ("Inf", math.inf), ("String", "1.0")):
     gym.register(f"Reward{name}-v0", entry_point=Reward, kwargs={"reward": reward})

@@ -96,8 +96,9 @@ def test_environment_whose_prompts_are_malformed_or_too_long(ppo, tmp_path, retu
 
 @pytest.mark.both
 @pytest.mark.parametrize(("env", "part"), [
-    ("RewardNaN", "not finite"), ("RewardNone", "'NoneType'"), ("Raises", "RuntimeError: the judge is out of order"),
-    ("FourValues", "expected 5, got 4"), ("WrongSignature", "TypeError"), ("Exits", "SystemExit: 3"),
+    ("RewardNaN", "not finite"), ("RewardString", "'1.0', which is not a number"), ("Exits", "SystemExit: 3"),
+    ("Raises", "RuntimeError: the judge is out of order"), ("FourValues", "expected 5, got 4"),
+    ("WrongSignature", "TypeError"),
     ("HalfAPair", r"cannot encode '\ud83d': TypeError"),
 ])  # fmt: skip
 def test_environment_that_fails_is_named_with_the_seed(ppo, tmp_path, env, part):
