@@ -155,7 +155,7 @@ class Args:
     eval_episodes: int = 512  # played twice: sampled at temperature 1, and greedily
     eval_every: int = 0  # iterations between evaluations; 0: only before the first, after the last
     save_every: int = 50  # iterations between checkpoints; 0: none, unless a signal ends the run
-    # "auto" continues the run --run-name if it has a checkpoint; else the folder of a checkpoint
+    # the folder of a checkpoint; or "auto": the newest one of the run --run-name, if it has any
     resume: str | None = None
 
 
@@ -265,7 +265,8 @@ def train(args: Args) -> dict:
     locate_models(args)  # downloads models of the Hub
     envs = make_envs(args)
     eval_envs = make_envs(args, evaluation=True)
-    # A new run's actor makes its warm start here. With --kl-coef 0 the reference is None.
+    # Fills in critic_lr. A new run's actor makes its warm start here. With --kl-coef 0 the
+    # reference is None.
     tokenizer, actor, critic, reference, sampler = build_models(args, envs[0])
     reward_model = build_reward_model(args)
     actor_optimizer = make_optimizer(actor)
@@ -292,7 +293,7 @@ def train(args: Args) -> dict:
     run.summary["eval_before"] = state.eval_before
     print0(f"before PPO: {state.eval_before}")
 
-    while state.iteration < args.num_iterations and not run.stop_signal:
+    while state.iteration < args.num_iterations and not run.stop_signal:  # run.log looks for one
         clock = Clock()
         evaluation = {}  # of the policy that is about to sample
         if args.eval_every and state.iteration and state.iteration % args.eval_every == 0:
@@ -326,8 +327,8 @@ def train(args: Args) -> dict:
                     v_loss = value_loss(
                         newvalues, mb.values, mb.returns, mb.mask, args.value_clip, n_tokens
                     )
-                    # Gradients add up over the microbatches, and `shard` makes FSDP sum them: the
-                    # gradient is that of the mean over all sampled tokens of the minibatch.
+                    # Gradients add up over the microbatches, and `shard` makes FSDP sum those of
+                    # the ranks: the result is that of the mean over all tokens of the minibatch.
                     v_loss.backward()
                     # "max_" tells reduce_stats to take the largest; other statistics add up.
                     # In the first minibatch value_dev is 0 up to rounding, which run.log checks.
@@ -491,8 +492,8 @@ def sampled_logprobs(model: Transformer, mb: Experience, temperature: float):
 def sampled_values(critic: Transformer, mb: Experience) -> Tensor:
     """values[:, 1:] = critic(tokens)[:, :-1] * mask[:, 1:], without padding.
 
-    Models with the same tokenizer may pad their vocabularies to different sizes: an id of the
-    actor's padding that the critic does not have becomes the critic's last one.
+    Models with the same tokenizer may have vocabularies of different sizes, with unused ids at the
+    end: one that the critic does not have becomes its last one.
     """
     tokens = mb.tokens.clamp(max=critic.config.vocab_size - 1)
     return critic(tokens, packing=mb.packing)
@@ -581,7 +582,7 @@ def minibatches(
 # Episodes are played in waves of B rows that decode together. A row that is finished stays in the
 # batch, so that shapes do not change: in decode steps it uses the dummy position `cache.scratch`.
 
-ENVS_PER_ROW = 1  # a row plays one episode after the other
+ENVS_PER_ROW = 1  # that make_envs makes; for continuous batching there are more
 
 
 @dataclass
@@ -599,8 +600,9 @@ class Episode:
     # Why it ended: the environment has "terminated" or "truncated" it, or "length":
     # --max-new-tokens cut its last response, or left no room for another turn.
     stop: str = ""  # it goes on
-    success: bool = False  # info["success"] of the last step, else: was the sum of rewards above 0?
-    score: float = 0.0  # of the reward model, included in the rewards
+    # info["success"] of the last step, or whether the environment's rewards are above 0 in sum
+    success: bool = False
+    score: float = 0.0  # of the reward model; add_scores adds it to the rewards, too
 
     def add(self, ids: list[int], logprobs: list[float] | None = None):
         """Append tokens: sampled ones with their log-probs, or text without."""
@@ -658,9 +660,9 @@ def decode_step(sampler: Transformer, decoder: Decoder, attend: int):
     """
     scratch = decoder.cache.scratch
     position = torch.where(decoder.alive, decoder.length - 1, scratch)[:, None]  # [B, 1]
-    newest = decoder.tokens.gather(1, position)
-    logits = sampler(newest, position, decoder.cache, attend)[:, 0]  # [B, V]
-    # FORK: sampling. With top-p or top-k, all log-probs must be those of the truncated policy.
+    inputs = decoder.tokens.gather(1, position)
+    logits = sampler(inputs, position, decoder.cache, attend)[:, 0]  # [B, V]
+    # FORK: sampling. With top-p or top-k, chunk_logprobs must truncate in the same way.
     logprobs = F.log_softmax(logits.float() / decoder.temperature, dim=-1)
     # The argmax of log-probs plus Gumbel noise is a sample. The scale of the noise is 0 if greedy.
     noise = gumbel_noise(decoder.keys, decoder.length, logits.shape[1])  # [B, V]
@@ -696,7 +698,7 @@ def decode(decoder: Decoder, episodes: list[Episode], cached: int, args):
         used += decoder.steps  # several without a wait; a row may end in between
         attend = min(round_up(used, 128), decoder.cache.size)  # few shapes and graphs
         for _ in range(decoder.steps):
-            decoder.step(attend)  # a decode_step, on GPUs a CUDA graph
+            decoder.step(attend)  # a decode_step, or the CUDA graph of one
     tokens, logprobs = decoder.tokens.tolist(), decoder.logprobs.tolist()
     for row, (episode, end) in enumerate(zip(episodes, decoder.length.tolist())):
         new = slice(len(episode.ids), end)
@@ -1599,7 +1601,10 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 
 def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[str, float]:
-    """Means over episodes sampled at temperature 1, and greedy accuracy."""
+    """Means over episodes sampled at temperature 1, and greedy accuracy.
+
+    The reward is without --truncation-penalty.
+    """
     N = args.eval_episodes
     noise = -1 - iteration  # negative: other noise than in training
 
@@ -2131,7 +2136,7 @@ class Run:
         os.write(2, b"\nstopping after this iteration; Ctrl-\\ stops at once\n")
 
     def log(self, episodes, experience, actor_stats, critic_stats, diagnosis, evaluation, clock):
-        """Report an iteration: *.jsonl, TensorBoard, terminal."""
+        """Report an iteration: *.jsonl, TensorBoard, terminal. Learns of signals to other ranks."""
         args, state, e = self.args, self.state, experience
         i, N, mask = state.iteration, len(episodes), e.mask
         cause, advice, signals = diagnosis
