@@ -1133,7 +1133,7 @@ def round_up(n: int, unit: int) -> int:
 
 
 def chunk_logprobs(hidden, weight, targets, temperature) -> tuple[Tensor, Tensor]:
-    logits = (hidden @ weight.to(hidden.dtype).T).float() / temperature  # [rows, V]
+    logits = (hidden @ weight.T).float() / temperature  # [rows, V]
     # With log_softmax and gather, torch.compile would keep tensors [rows, V] in float32.
     logsumexp = logits.logsumexp(dim=-1)
     probs = torch.exp(logits - logsumexp[:, None])
@@ -1147,14 +1147,49 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, of_chunk=chunk_logp
     In chunks whose logits the backward pass computes again: all of them would need more memory
     than the model. `of_chunk` may be compiled.
     """
-    rows = max(1, (2**27 if hidden.is_cuda else 2**22) // len(weight))
-    weight = weight.float()  # the gradients of the chunks add up in float32
-    chunks = [
-        checkpoint(of_chunk, h, weight, t, temperature, use_reentrant=False)
-        for h, t in zip(hidden.split(rows), targets.split(rows))
-    ]
-    logprobs, entropies = zip(*chunks)
-    return torch.cat(logprobs), torch.cat(entropies)
+    rows = max(1, (2**26 if hidden.is_cuda else 2**22) // len(weight))
+    return ChunkedLogprobs.apply(hidden, weight, targets, temperature, of_chunk, rows)
+
+
+class ChunkedLogprobs(torch.autograd.Function):
+    """What `checkpoint` of every chunk would do, but with less memory.
+
+    The gradients of the weight add up in one tensor in float32. Autograd would add them in
+    bfloat16, unless it held a copy of the weight in float32.
+    """
+
+    @staticmethod
+    def compute(ctx, h, weight, t):
+        """A chunk's hidden and weight as leaves, and its outputs, with a graph in both passes:
+        torch.compile makes one for gradients alone."""
+        h = h.detach().requires_grad_()
+        weight = weight.detach().requires_grad_(ctx.needs_input_grad[1])
+        with torch.enable_grad():
+            return h, weight, ctx.of_chunk(h, weight, t, ctx.temperature)
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, of_chunk, rows):
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.temperature, ctx.of_chunk, ctx.rows = temperature, of_chunk, rows
+        outputs = []
+        for h, t in zip(hidden.split(rows), targets.split(rows)):
+            *_, of_this = ChunkedLogprobs.compute(ctx, h, weight, t)
+            outputs.append([x.detach() for x in of_this])
+        logprobs, entropies = zip(*outputs)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    @staticmethod
+    def backward(ctx, *d_outputs):
+        hidden, weight, targets = ctx.saved_tensors
+        d_hidden = []
+        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for h, t, *d_chunk in zip(*(x.split(ctx.rows) for x in (hidden, targets, *d_outputs))):
+            h, w, outputs = ChunkedLogprobs.compute(ctx, h, weight, t)
+            torch.autograd.backward(outputs, d_chunk)
+            d_hidden.append(h.grad)
+            if w.requires_grad:
+                d_weight += w.grad
+        return torch.cat(d_hidden), d_weight.to(weight.dtype), None, None, None, None
 
 
 def hash32(x: Tensor) -> Tensor:
