@@ -1155,41 +1155,42 @@ class ChunkedLogprobs(torch.autograd.Function):
     """What `checkpoint` of every chunk would do, but with less memory.
 
     The gradients of the weight add up in one tensor in float32. Autograd would add them in
-    bfloat16, unless it held a copy of the weight in float32.
+    bfloat16, unless it held a copy of the weight in float32. Both passes compute a chunk with
+    gradients on, since torch.compile would make another graph without.
     """
-
-    @staticmethod
-    def compute(ctx, h, weight, t):
-        """A chunk's hidden and weight as leaves, and its outputs, with a graph in both passes:
-        torch.compile makes one for gradients alone."""
-        h = h.detach().requires_grad_()
-        weight = weight.detach().requires_grad_(ctx.needs_input_grad[1])
-        with torch.enable_grad():
-            return h, weight, ctx.of_chunk(h, weight, t, ctx.temperature)
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, of_chunk, rows):
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature, ctx.of_chunk, ctx.rows = temperature, of_chunk, rows
+        ctx.settings = temperature, of_chunk, rows
+        weight = weight.detach().requires_grad_(ctx.needs_input_grad[1])
         outputs = []
         for h, t in zip(hidden.split(rows), targets.split(rows)):
-            *_, of_this = ChunkedLogprobs.compute(ctx, h, weight, t)
-            outputs.append([x.detach() for x in of_this])
+            h = h.detach().requires_grad_()
+            with torch.enable_grad():
+                logprobs, entropies = of_chunk(h, weight, t, temperature)
+            outputs.append((logprobs.detach(), entropies.detach()))
         logprobs, entropies = zip(*outputs)
         return torch.cat(logprobs), torch.cat(entropies)
 
     @staticmethod
-    def backward(ctx, *d_outputs):
+    def backward(ctx, d_logprobs, d_entropies):
         hidden, weight, targets = ctx.saved_tensors
+        temperature, of_chunk, rows = ctx.settings
+        weight = weight.detach().requires_grad_(ctx.needs_input_grad[1])
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         d_hidden = []
-        d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for h, t, *d_chunk in zip(*(x.split(ctx.rows) for x in (hidden, targets, *d_outputs))):
-            h, w, outputs = ChunkedLogprobs.compute(ctx, h, weight, t)
-            torch.autograd.backward(outputs, d_chunk)
+        chunks = (x.split(rows) for x in (hidden, targets, d_logprobs, d_entropies))
+        for h, t, *d_outputs in zip(*chunks):
+            h = h.detach().requires_grad_()
+            with torch.enable_grad():
+                outputs = of_chunk(h, weight, t, temperature)
+            torch.autograd.backward(outputs, d_outputs)
             d_hidden.append(h.grad)
-            if w.requires_grad:
-                d_weight += w.grad
-        return torch.cat(d_hidden), d_weight.to(weight.dtype), None, None, None, None
+            if weight.requires_grad:
+                d_weight += weight.grad
+                weight.grad = None
+        return torch.cat(d_hidden), d_weight, None, None, None, None
 
 
 def hash32(x: Tensor) -> Tensor:
