@@ -1,6 +1,6 @@
 r"""PPO for language models, in one file and in plain PyTorch.
 
-    python ppo_llm.py           # a tiny model learns to sort digits, on the CPU, in two minutes
+    python ppo_llm.py           # a tiny model learns to sort digits, in two minutes on a CPU
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
         --eval-env-kwargs '{"path": "test.jsonl"}'
     torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # models sharded over eight GPUs
@@ -179,7 +179,8 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere.
 
-    Where all x are nearly the same, 1e-8 keeps the scale finite and the deviation below 1.
+    1e-8 keeps the scale finite where all x are the same. Where they differ by less than about 1e-4,
+    it also makes the standard deviation of the result smaller than 1.
     """
     centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
@@ -265,8 +266,8 @@ def train(args: Args) -> dict:
     locate_models(args)  # downloads models of the Hub
     envs = make_envs(args)
     eval_envs = make_envs(args, evaluation=True)
-    # Fills in critic_lr. A new run's actor makes its warm start here. With --kl-coef 0 the
-    # reference is None.
+    # Fills in critic_lr. A new run's actor makes its warm start (--sft-steps) here. With
+    # --kl-coef 0 the reference is None.
     tokenizer, actor, critic, reference, sampler = build_models(args, envs[0])
     reward_model = build_reward_model(args)
     actor_optimizer = make_optimizer(actor)
@@ -312,7 +313,8 @@ def train(args: Args) -> dict:
         # --- Old log-probs, values, rewards, advantages: computed once, constant from here on
         if reward_model:
             add_scores(episodes, reward_model, args)  # to the reward of the last token
-        # FORK: choice of the samples. If their number changes, so must plan_steps.
+        # FORK: choice of the samples. If their number changes, change plan_steps, too: it counts
+        # the optimizer steps of the learning-rate schedules.
         experience = make_experience(episodes, actor, critic, reference, args)
         clock.end("score")
 
@@ -414,7 +416,7 @@ def linear_schedule(first: float, end_fraction: float, progress: float) -> float
 
 
 def optimizer_step(model: Transformer, optimizer, lr: float, args) -> dict:
-    """Clip the gradient, update the weights, clear the gradient. Skipped if it is not finite."""
+    """Clip the gradient, update the weights unless it is not finite, and clear it."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -493,7 +495,7 @@ def sampled_values(critic: Transformer, mb: Experience) -> Tensor:
     """values[:, 1:] = critic(tokens)[:, :-1] * mask[:, 1:], without padding.
 
     Models with the same tokenizer may have vocabularies of different sizes, with unused ids at the
-    end: one that the critic does not have becomes its last one.
+    end. An id that the critic does not have is replaced by its last id.
     """
     tokens = mb.tokens.clamp(max=critic.config.vocab_size - 1)
     return critic(tokens, packing=mb.packing)
@@ -534,12 +536,12 @@ def make_experience(episodes, actor, critic, reference, args) -> Experience:
 
     # --- Rewards [N, T]: those of environment and reward model, minus the penalties
     rewards = experience.rewards
-    # FORK: reward shaping. Every rank does the same for all samples; what is changed in place is
-    # logged.
+    # FORK: reward shaping. Every rank does the same, for all samples. What is added in place is a
+    # part of the logged reward.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
-    if not args.kl_loss:  # not in place: the reward that is logged is without the KL
+    if not args.kl_loss:  # not in place: the logged reward is without the KL
         rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
     if not rewards.isfinite().all():
         raise UserError("a reward, or its penalty for the KL, is not finite")
@@ -581,8 +583,6 @@ def minibatches(
 # === 5. Rollout ===
 # Episodes are played in waves of B rows that decode together. A row that is finished stays in the
 # batch, so that shapes do not change: in decode steps it uses the dummy position `cache.scratch`.
-
-ENVS_PER_ROW = 1  # that make_envs makes; for continuous batching there are more
 
 
 @dataclass
@@ -662,7 +662,8 @@ def decode_step(sampler: Transformer, decoder: Decoder, attend: int):
     position = torch.where(decoder.alive, decoder.length - 1, scratch)[:, None]  # [B, 1]
     inputs = decoder.tokens.gather(1, position)
     logits = sampler(inputs, position, decoder.cache, attend)[:, 0]  # [B, V]
-    # FORK: sampling. With top-p or top-k, chunk_logprobs must truncate in the same way.
+    # FORK: sampling. With top-p or top-k, chunk_logprobs must truncate in the same way, so that
+    # old and new log-probs are those of the policy that sampled.
     logprobs = F.log_softmax(logits.float() / decoder.temperature, dim=-1)
     # The argmax of log-probs plus Gumbel noise is a sample. The scale of the noise is 0 if greedy.
     noise = gumbel_noise(decoder.keys, decoder.length, logits.shape[1])  # [B, V]
@@ -681,11 +682,11 @@ def decode(decoder: Decoder, episodes: list[Episode], cached: int, args):
     """
     decoder.alive.zero_()  # also rows that this wave does not use
     decoder.begin(range(len(episodes)), episodes, args)
-    # The cache gets all tokens but the newest, which is the input of the first decode step. Rows
-    # that have finished or are not in use write what nobody reads.
+    # Prefill: the cache gets all tokens but the newest, the input of the first decode step.
+    # Rows that have finished or are not in use write what nobody reads.
     used = max(len(e.ids) for e in episodes if not e.stop) - 1  # positions of the cache
     newest = decoder.length[:, None] - 1  # [B, 1]
-    columns = max(1, args.micro_batch_tokens // len(newest))
+    columns = max(1, args.micro_batch_tokens // len(newest))  # of a pass, to limit its memory
     for start in range(cached, used, columns):
         index = torch.arange(start, min(start + columns, used), device=newest.device)
         positions = torch.where(index < newest, index, decoder.cache.scratch)  # [B, columns]
@@ -1585,7 +1586,7 @@ def decoder_rows(args) -> int:
 
 def make_envs(args, evaluation: bool = False) -> list[gym.Env]:
     """This rank's environments for a rollout, or for an evaluation."""
-    count = math.ceil(ENVS_PER_ROW * decoder_rows(args))
+    count = decoder_rows(args)
     flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
     if evaluation:
         flags += f" --eval-env-kwargs {args.eval_env_kwargs}"

@@ -180,7 +180,8 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere.
 
-    Where all x are nearly the same, 1e-8 keeps the scale finite and the deviation below 1.
+    1e-8 keeps the scale finite where all x are the same. Where they differ by less than about 1e-4,
+    it also makes the standard deviation of the result smaller than 1.
     """
     centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
@@ -266,8 +267,8 @@ def train(args: Args) -> dict:
     locate_models(args)  # downloads models of the Hub
     envs = make_envs(args)
     eval_envs = make_envs(args, evaluation=True)
-    # Fills in critic_lr. A new run's actor makes its warm start here. With --kl-coef 0 the
-    # reference is None.
+    # Fills in critic_lr. A new run's actor makes its warm start (--sft-steps) here. With
+    # --kl-coef 0 the reference is None.
     tokenizer, actor, critic, reference, sampler = build_models(args, envs[0])
     reward_model = build_reward_model(args)
     actor_optimizer = make_optimizer(actor)
@@ -313,7 +314,8 @@ def train(args: Args) -> dict:
         # --- Old log-probs, values, rewards, advantages: computed once, constant from here on
         if reward_model:
             add_scores(episodes, reward_model, args)  # to the reward of the last token
-        # FORK: choice of the samples. If their number changes, so must plan_steps.
+        # FORK: choice of the samples. If their number changes, change plan_steps, too: it counts
+        # the optimizer steps of the learning-rate schedules.
         experience = make_experience(episodes, actor, critic, reference, args)
         clock.end("score")
 
@@ -415,7 +417,7 @@ def linear_schedule(first: float, end_fraction: float, progress: float) -> float
 
 
 def optimizer_step(model: Transformer, optimizer, lr: float, args) -> dict:
-    """Clip the gradient, update the weights, clear the gradient. Skipped if it is not finite."""
+    """Clip the gradient, update the weights unless it is not finite, and clear it."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -494,7 +496,7 @@ def sampled_values(critic: Transformer, mb: Experience) -> Tensor:
     """values[:, 1:] = critic(tokens)[:, :-1] * mask[:, 1:], without padding.
 
     Models with the same tokenizer may have vocabularies of different sizes, with unused ids at the
-    end: one that the critic does not have becomes its last one.
+    end. An id that the critic does not have is replaced by its last id.
     """
     tokens = mb.tokens.clamp(max=critic.config.vocab_size - 1)
     return critic(tokens, packing=mb.packing)
@@ -535,12 +537,12 @@ def make_experience(episodes, actor, critic, reference, args) -> Experience:
 
     # --- Rewards [N, T]: those of environment and reward model, minus the penalties
     rewards = experience.rewards
-    # FORK: reward shaping. Every rank does the same for all samples; what is changed in place is
-    # logged.
+    # FORK: reward shaping. Every rank does the same, for all samples. What is added in place is a
+    # part of the logged reward.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
-    if not args.kl_loss:  # not in place: the reward that is logged is without the KL
+    if not args.kl_loss:  # not in place: the logged reward is without the KL
         rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
     if not rewards.isfinite().all():
         raise UserError("a reward, or its penalty for the KL, is not finite")
@@ -584,7 +586,7 @@ def minibatches(
 # waits, of any episode. Until then it stays in the batch, so that shapes do not change: it reads
 # and writes the dummy position S, `cache.scratch`.
 
-ENVS_PER_ROW = 1.25  # a quarter of the episodes waits with a prefilled prompt for a free row
+ENVS_PER_ROW = 1.25  # environments: some episodes wait with a prefilled prompt for a free row
 
 
 @dataclass
@@ -664,7 +666,8 @@ def decode_step(sampler: Transformer, decoder: Decoder, attend: int):
     position = torch.where(decoder.alive, decoder.length - 1, scratch)[:, None]  # [B, 1]
     inputs = decoder.tokens.gather(1, position)
     logits = sampler(inputs, position, decoder.cache, attend)[:, 0]  # [B, V]
-    # FORK: sampling. With top-p or top-k, chunk_logprobs must truncate in the same way.
+    # FORK: sampling. With top-p or top-k, chunk_logprobs must truncate in the same way, so that
+    # old and new log-probs are those of the policy that sampled.
     logprobs = F.log_softmax(logits.float() / decoder.temperature, dim=-1)
     # The argmax of log-probs plus Gumbel noise is a sample. The scale of the noise is 0 if greedy.
     noise = gumbel_noise(decoder.keys, decoder.length, logits.shape[1])  # [B, V]
@@ -761,7 +764,7 @@ def wait_for_any(calls):
 
 @torch.no_grad()
 def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> list[Episode]:
-    """An Episode for each of `seeds` [N], of which as many are played at a time as there are rows.
+    """An Episode for each of `seeds` [N], as many at a time as there are environments.
 
     `sample_ids` [N], the indices of the episodes among those of all ranks, and `iteration`, which
     is negative in evaluations, choose the sampling noise.
@@ -769,6 +772,9 @@ def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> lis
     keys = sample_keys(args.seed, iteration, sample_ids).tolist()
     episodes = [Episode(seed, key) for seed, key in zip(seeds, keys)]
     waiting = iter(episodes)
+    # More environments like those that gym.make has made.
+    while envs[0].spec and len(envs) < ENVS_PER_ROW * len(decoder.alive):
+        envs.append(gym.make(envs[0].spec))
     decoder.alive.zero_()
     slots = Slots(decoder, args)
     players = [play_row(env, waiting, tokenizer, args) for env in envs]
@@ -1650,7 +1656,7 @@ def decoder_rows(args) -> int:
 
 def make_envs(args, evaluation: bool = False) -> list[gym.Env]:
     """This rank's environments for a rollout, or for an evaluation."""
-    count = math.ceil(ENVS_PER_ROW * decoder_rows(args))
+    count = decoder_rows(args)
     flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
     if evaluation:
         flags += f" --eval-env-kwargs {args.eval_env_kwargs}"

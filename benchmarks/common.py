@@ -188,7 +188,7 @@ def forced(ppo, lengths: list[int], after=lambda: None):
 
 def make_decoder(ppo, sampler, tokenizer, rows: int, args):
     """A decoder, and the number of environments that it needs."""
-    return ppo.Decoder(sampler, rows, tokenizer.stop_ids, args), math.ceil(ppo.ENVS_PER_ROW * rows)
+    return ppo.Decoder(sampler, rows, tokenizer.stop_ids, args), math.ceil(rows * getattr(ppo, "ENVS_PER_ROW", 1))
 
 
 def load_sampler(ppo, config, dtype, device="cpu"):

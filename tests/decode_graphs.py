@@ -84,7 +84,7 @@ def rollouts(device, compile, change=lambda p: p.mul_(1.05)):
     args = ppo.Args(max_prompt_tokens=8, max_new_tokens=40, rollout_slots=3, device=device, compile=compile)
     decoder = ppo.Decoder(sampler, 3, tokenizer.stop_ids, args)
     for iteration, args.temperature in enumerate((1.0, 0.7, 0.0, 1.0)):
-        envs = make_envs("Endless", math.ceil(3 * ppo.ENVS_PER_ROW))
+        envs = make_envs("Endless", math.ceil(3 * getattr(ppo, "ENVS_PER_ROW", 1)))
         yield ppo.rollout(decoder, tokenizer, envs, range(4), range(4), iteration, args)
         for p in sampler.parameters():
             change(p)

@@ -57,7 +57,8 @@ def run(ppo, actor, tokenizer, env="TextEnv", samples=6, ids=None, iteration=0, 
     """Episodes in `env`, a name or a list of environments, of seeds and sample ids 0, 1, ... or `ids` [(seed, id)]."""
     seeds, sample_ids = zip(*(ids or [(i, i) for i in range(samples)]), strict=True)
     args = ppo.Args(**({"max_prompt_tokens": 40, "max_new_tokens": 12, "rollout_slots": 16} | changes))
-    envs = make_envs(env, math.ceil(ppo.ENVS_PER_ROW * args.rollout_slots)) if isinstance(env, str) else env
+    per_row = getattr(ppo, "ENVS_PER_ROW", 1)  # only the second script has more environments than rows
+    envs = make_envs(env, math.ceil(per_row * args.rollout_slots)) if isinstance(env, str) else env
     decoder = ppo.Decoder(actor, min(args.rollout_slots, len(envs)), tokenizer.stop_ids, args)
     decoder.steps = steps  # between two looks at the tokens: 8 on a GPU
     return ppo.rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args)
