@@ -179,8 +179,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere.
 
-    1e-8 keeps the scale finite where all x are the same. Where they differ by less than about 1e-4,
-    it also makes the standard deviation of the result smaller than 1.
+    1e-8 keeps the scale finite where all x are the same.
     """
     centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
@@ -303,7 +302,7 @@ def train(args: Args) -> dict:
         clock.end("evaluation")
 
         # --- Rollout: every rank plays a share of the episodes and gets those of all.
-        # Prompts are chosen by seeds of the environment.
+        # Prompts are chosen by seeds of the environment, far from those of evaluations.
         first = first_prompt(args) + state.iteration * args.rollout_batch_size
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
@@ -511,7 +510,7 @@ def forward_all(function: Callable, experience: Experience, args) -> Tensor:
         # first ratio would not be 1 in bfloat16. Compiled models therefore score with gradients on.
         with torch.set_grad_enabled(args.compile == "on"):
             result = function(experience.microbatch(rows, args.device))
-        result = result[: len(rows)].detach().float()
+        result = result[: len(rows)].detach().float()  # nothing if this rank has no rows
         out[upload(rows, args.device), : result.shape[1]] = result
     return all_reduce(out).cpu()  # a row was computed by one rank and is 0 on the others
 
@@ -553,7 +552,7 @@ def make_experience(episodes, actor, critic, reference, args) -> Experience:
     _, returns = compute_gae(rewards, values, mask, args.gamma, args.critic_lambda)
     _, mc_returns = compute_gae(rewards, values, mask, args.gamma, 1.0)  # for the log
     advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
-    if advantage_std < 1e-6:  # rounding errors alone, of which whitening would make up to 0.01
+    if advantage_std < 1e-6:  # rounding errors alone, which whitening would amplify
         advantages = torch.zeros_like(advantages)
     return dataclasses.replace(
         experience, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values,
@@ -597,9 +596,9 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     conversation: list[tuple[str, str]] = field(default_factory=list)  # (role, text)
     prompt_length: int = 0
-    # Why it ended: the environment has "terminated" or "truncated" it, or "length":
-    # --max-new-tokens cut its last response, or left no room for another turn.
-    stop: str = ""  # it goes on
+    # "" while it goes on; then "terminated" or "truncated" by the environment, or "length":
+    # --max-new-tokens cut its last response, or left no room for another turn
+    stop: str = ""
     # info["success"] of the last step, or whether the environment's rewards are above 0 in sum
     success: bool = False
     score: float = 0.0  # of the reward model; add_scores adds it to the rewards, too
@@ -628,7 +627,7 @@ class Episode:
         response = tokenizer.decode(ids)
         text, reward, terminated, truncated, info = env.step(response)
         self.conversation.append(("assistant", response))
-        # A pair (end, reward) is for the characters response[:end].
+        # The reward of a pair (end, reward) is that of the token that completes response[:end].
         for index, part in dense_rewards(info.get("rewards", ()), ids, tokenizer):
             self.rewards[start + index] += part
         if not hasattr(reward, "__float__"):
@@ -690,7 +689,7 @@ def decode(decoder: Decoder, episodes: list[Episode], cached: int, args):
     for start in range(cached, used, columns):
         index = torch.arange(start, min(start + columns, used), device=newest.device)
         positions = torch.where(index < newest, index, decoder.cache.scratch)  # [B, columns]
-        attend = round_up(start + len(index), 16)
+        attend = round_up(start + len(index), 16)  # so that attention need not pad the mask
         decoder.sampler(decoder.tokens[:, index], positions, decoder.cache, attend, prefill=True)
     blocks = range(0, args.max_new_tokens, decoder.steps)
     for _ in progress_bar(blocks, "decoding"):
@@ -715,7 +714,7 @@ def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> lis
     """
     keys = sample_keys(args.seed, iteration, sample_ids).tolist()
     episodes = [Episode(seed, key) for seed, key in zip(seeds, keys)]
-    B = len(envs)
+    B = len(envs)  # one environment for each row
     for start in range(0, len(episodes), B):
         wave = episodes[start : start + B]
         in_threads(Episode.begin, [(e, env, tokenizer, args) for e, env in zip(wave, envs)])
