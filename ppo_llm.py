@@ -1513,9 +1513,9 @@ class Prompts(gym.Env):
 
 
 def parse_number(text: str) -> float | None:
-    """The last `#### number`, without dollar signs and thousands separators."""
-    found = re.findall(r"####[\s$]*((?:-[\s$]*)?[\d,]*\.?\d+)", text)
-    return float(re.sub(r"[\s$,]", "", found[-1])) if found else None
+    r"""The last `#### number` or `\boxed{number}`, without dollar signs and thousands separators."""
+    found = re.findall(r"(?:####|\\boxed\{)[\s$\\]*((?:-[\s$\\]*)?[\d,]*\.?\d+)", text)
+    return float(re.sub(r"[\s$,\\]", "", found[-1])) if found else None
 
 
 class GSM8K(Prompts):
@@ -1525,7 +1525,7 @@ class GSM8K(Prompts):
     def convert(row):
         if parse_number(row["answer"]) is None:
             raise ValueError("no '#### number' in the answer")
-        task = "Think step by step. End with a line of the form: #### number"
+        task = "Please reason step by step, and put your final answer within \\boxed{}."
         return row | {"prompt": f"{row['question']}\n\n{task}", "demonstration": row["answer"]}
 
     def reward(self, prompt, response, row):

@@ -286,7 +286,9 @@ def test_gradients_do_not_depend_on_microbatches_padding_order_or_garbage(ppo, h
         close(result, whole, 1e-4)
 
 
-def test_the_number_behind_the_last_hashes_is_found(ppo):
+def test_the_number_behind_the_last_hashes_or_in_the_last_box_is_found(ppo):
     numbers = {"2\n#### 1,234.5": 1234.5, "#### - $ 7": -7, "#### $-7 dollars": -7, "#### .5": 0.5, "#### 1 #### 2": 2,
-               "####" + "\n" * 999 + "4": 4, "18": None, "#### x": None, "#" * 9999: None}  # fmt: skip
+               "####" + "\n" * 999 + "4": 4, "18": None, "#### x": None, "#" * 9999: None,
+               r"so \(\boxed{7}\).": 7, r"\boxed{\$1,250.50}": 1250.5, r"\boxed{-3 \text{ km}}": -3,
+               r"#### 1, that is \boxed{2}": 2, r"\boxed{1}, that is #### 2": 2, r"\boxed{x}": None}  # fmt: skip
     assert {text: ppo.parse_number(text) for text in numbers} == numbers

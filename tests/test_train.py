@@ -324,9 +324,9 @@ def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path
     path.write_text(json.dumps({"question": "1 + 1?", "answer": "It is two.\n#### 2"}))
     gsm8k = ppo.GSM8K(f"{tmp_path}/./rows.jsonl")
     prompt, info = gsm8k.reset(seed=7)
-    assert prompt == "1 + 1?\n\nThink step by step. End with a line of the form: #### number"
+    assert prompt == "1 + 1?\n\nPlease reason step by step, and put your final answer within \\boxed{}."
     assert info["demonstration"] == "It is two.\n#### 2"
-    assert gsm8k.step("#### 2.0") == ("", 1.0, True, False, {"success": True})
+    assert gsm8k.step("#### 2.0") == gsm8k.step(r"\boxed{2}") == ("", 1.0, True, False, {"success": True})
     assert gsm8k.step("#### 9") == gsm8k.step("2") == ("", 0.0, True, False, {"success": False})
 
 
