@@ -32,7 +32,7 @@ tokens that a row may have, V vocabulary, H and Hkv heads, D head size. A miniba
 an optimizer step, a microbatch (`mb`) that of a forward and backward pass. All ranks (processes of
 torchrun) hold the same experience; each plays a share of the episodes and computes a share of every
 minibatch. Losses are sums over a share, divided by the sampled tokens of the whole minibatch, and
-gradients are summed over the ranks: the numbers are those of one rank, up to rounding.
+gradients are summed over the ranks: on the same experience they are those of one rank.
 `# FORK:` marks where forks change the algorithm.
 """
 
@@ -44,7 +44,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib
 import json
 import math
 import os
@@ -76,7 +75,7 @@ import torch.nn.functional as F
 import tyro
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
@@ -87,6 +86,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 # ########################################## Part I: PPO ##########################################
 
 # === 1. Arguments ===
+
+
+DEFAULTS = {  # of flags whose default depends on --model: (without it, with it)
+    "max_prompt_tokens": (16, 512),
+    "max_new_tokens": (8, 256),
+    "sft_steps": (150, 0),
+    "actor_lr": (5e-4, 1e-5),
+}
 
 
 @dataclass
@@ -118,22 +125,22 @@ class Args:
     rollout_batch_size: int = 256  # prompts of a rollout, on all ranks together
     n_samples_per_prompt: int = 1  # responses to each prompt
     rollout_slots: int = 256  # samples that a rank decodes at the same time, at most
-    max_prompt_tokens: int | None = None  # longer prompts are an error; default: 16, --model: 512
-    max_new_tokens: int | None = None  # of all turns and what is between; default: 8, --model: 256
+    max_prompt_tokens: int | None = None  # longer prompts are an error; default: see DEFAULTS
+    max_new_tokens: int | None = None  # after the prompt, of all turns; default: see DEFAULTS
     temperature: float = 1.0  # divides the logits in rollouts, and in all log-probs of PPO
     # old log-probs are those of the actor; --no-recompute-old-logprobs: those of the sampler
     recompute_old_logprobs: bool = True
     # supervised steps on the environment's demonstrations before PPO, with a learning rate that
-    # falls from --actor-lr to 0; default: 150, --model: 0
+    # falls from --actor-lr to 0; default: see DEFAULTS
     sft_steps: int | None = None
 
-    train_batch_size: int = 64  # samples per optimizer step, a divisor of those of a rollout
-    micro_batch_tokens: int = 4096  # tokens of a pass on a rank, without padding
+    train_batch_size: int = 64  # samples per optimizer step; divides those of a rollout
+    micro_batch_tokens: int = 4096  # of a pass on a rank, at most, unless one sample has more
     ppo_epochs: int = 2  # epochs of the actor on each rollout
     critic_epochs: int | None = None  # epochs of the critic; default: --ppo-epochs
-    actor_lr: float | None = None  # default: 5e-4, --model: 1e-5
-    critic_lr: float | None = None  # default: 0.064 / hidden_size; see build_models
-    lr_end: float = 0.05  # learning rates decay linearly to this fraction
+    actor_lr: float | None = None  # default: see DEFAULTS
+    critic_lr: float | None = None  # default: 0.064 / hidden_size of the critic
+    lr_end: float = 0.05  # learning rates decay linearly to this fraction of them
     # iterations in which only the critic trains; the actor's learning rate decays over the others
     critic_warmup_iterations: int = 0
     max_grad_norm: float = 1.0  # maximum norm for gradient clipping
@@ -146,7 +153,7 @@ class Args:
     dual_clip: float | None = None  # bounds the loss where A < 0 at dual_clip * |A|; 3 is customary
     value_clip: float | None = None  # clip range of values around the old ones, in units of reward
     entropy_coef: float = 0.0  # coefficient of the entropy bonus
-    target_kl: float | None = None  # KL(old || new) of a minibatch that ends the actor's epochs
+    target_kl: float | None = None  # the actor's epochs end where KL(old || new) exceeds it
     kl_coef: float = 0.01  # coefficient of the KL to the reference; 0: no reference
     # estimator of the KL as a term of the loss; default: k1, subtracted from the rewards
     kl_loss: Literal["k2", "k3"] | None = None
@@ -160,16 +167,8 @@ class Args:
     resume: str | None = None
 
 
-DEFAULTS = {  # of flags whose default depends on --model: (without it, with it)
-    "max_prompt_tokens": (16, 512),
-    "max_new_tokens": (8, 256),
-    "sft_steps": (150, 0),
-    "actor_lr": (5e-4, 1e-5),
-}
-
-
 # === 2. Mathematics of PPO ===
-# Tensors are [N, T] or [B, T]. `mask` is True at sampled tokens; what is elsewhere is ignored.
+# Tensors are [N, T] or [B, T]. `mask` is True at sampled tokens. What is elsewhere is ignored.
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -180,7 +179,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere.
 
-    1e-8 keeps the scale finite where all x are the same.
+    1e-8 keeps the scale finite if all x are equal.
     """
     centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
@@ -226,8 +225,8 @@ def policy_loss(
     """The clipped surrogate of PPO (https://arxiv.org/abs/1707.06347, eq. 7) as a loss.
 
     dual_clip: https://arxiv.org/abs/1912.09729, eq. 5. Loss and statistics are sums over the mask
-    divided by `denom`, the sampled tokens of the whole minibatch, so that those of its
-    microbatches add up, and so do their gradients.
+    divided by `denom`, the sampled tokens of the whole minibatch, so that losses, statistics
+    and gradients of its microbatches add up.
     """
     advantages = torch.where(mask, advantages, 0.0)
     logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)  # exp stays finite
@@ -261,49 +260,51 @@ def value_loss(values, old_values, returns, mask, clip, denom) -> Tensor:
 
 def train(args: Args) -> dict:
     """Run PPO. Returns what summary.json holds. Raises UserError for what the user can fix."""
-    validate(args)  # fills in defaults that depend on other flags
-    connect(args)  # fills in device, dtype and compile
-    locate_models(args)  # downloads models of the Hub
+    args = complete(args)  # Joins the ranks, too. No flag changes after this.
     envs = make_envs(args)
     eval_envs = make_envs(args, evaluation=True)
-    # Fills in critic_lr. A new run's actor makes its warm start (--sft-steps) here. With
-    # --kl-coef 0 the reference is None.
-    tokenizer, actor, critic, reference, sampler = build_models(args, envs[0])
-    reward_model = build_reward_model(args)
+
+    # --- Models. A new run begins with the warm start, whose result critic and reference copy.
+    resumed = find_checkpoint(args)  # None in a new run
+    tokenizer, actor = build_actor(args, envs[0])
+    if not resumed:
+        warm_start(actor, tokenizer, envs[0], args)
+    critic = build_critic(actor, tokenizer, args)
+    reference = copy_model(actor, args) if args.kl_coef else None
+    reward_model = frozen_model(args.reward_model, "scalar", args) if args.reward_model else None
+    # FORK: another frozen model, such as a teacher. `frozen_model` returns it and its tokenizer. If
+    # it reads the actor's ids, call `check_vocabulary`.
     actor_optimizer = make_optimizer(actor)
     critic_optimizer = make_optimizer(critic)
-    # What checkpoints hold, beside `state`: weights, and moments of the optimizers.
-    # Another model that trains needs a place here.
+
+    # What checkpoints hold beside `state`; another model that trains belongs here, too
     checkpointed = {
         "actor": (actor, actor_optimizer),
         "critic": (critic, critic_optimizer),
         "reference": (reference, None),
     }
-    state = resume(args, checkpointed)
-    run = Run(args, state)
+    state = resume(resumed, checkpointed, args) if resumed else TrainState()
+    sampler = copy_model(actor, args, sampler=True)
     plan = plan_steps(args)
+    run = Run(args, state)
+    stop = StopSignals()
     print_plan(args, plan)
-    copy_weights(actor, sampler)
     decoder = Decoder(sampler, decoder_rows(args), tokenizer.stop_ids, args)
-
-    def evaluate_now():
-        return evaluate(decoder, tokenizer, reward_model, eval_envs, state.iteration, args)
-
+    evaluate_now = functools.partial(evaluate, decoder, tokenizer, reward_model, eval_envs)
     if state.eval_before is None:
-        state.eval_before = evaluate_now()
+        state.eval_before = evaluate_now(state.iteration, args)
     run.summary["eval_before"] = state.eval_before
     print0(f"before PPO: {state.eval_before}")
 
-    while state.iteration < args.num_iterations and not run.stop_signal:  # run.log looks for one
+    while state.iteration < args.num_iterations and not stop.number:
         clock = Clock()
         evaluation = {}  # of the policy that is about to sample
         if args.eval_every and state.iteration and state.iteration % args.eval_every == 0:
-            evaluation = evaluate_now()
+            evaluation = evaluate_now(state.iteration, args)
             print0(f"after {state.iteration} iterations: {evaluation}")
         clock.end("evaluation")
 
         # --- Rollout: every rank plays a share of the episodes and gets those of all.
-        # Prompts are chosen by seeds of the environment, far from those of evaluations.
         first = first_prompt(args) + state.iteration * args.rollout_batch_size
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
@@ -313,29 +314,29 @@ def train(args: Args) -> dict:
         # --- Old log-probs, values, rewards, advantages: computed once, constant from here on
         if reward_model:
             add_scores(episodes, reward_model, args)  # to the reward of the last token
-        # FORK: choice of the samples. If their number changes, change plan_steps, too: it counts
-        # the optimizer steps of the learning-rate schedules.
-        experience = make_experience(episodes, actor, critic, reference, args)
+        experience = make_experience(episodes, actor, critic, reference, state, args)
+        # FORK: choice of the samples. Rewards and values are logged of all of them. If their number
+        # changes, change plan_steps, too: it counts the optimizer steps over which rates decay.
+        trained = experience  # or experience.select(rows)
         clock.end("score")
 
-        # --- Critic epochs. Their order with the actor's makes no difference.
+        # --- Critic epochs. They could as well come after the actor's.
         critic_stats = []  # of each optimizer step
         for epoch in range(args.critic_epochs):
-            for n_tokens, minibatch in minibatches(experience, epoch, state, args):
+            for n_tokens, minibatch in minibatches(trained, epoch, state, args):
                 stats = []  # of each microbatch
                 for mb in minibatch:
-                    newvalues = sampled_values(critic, mb)  # [B, T]
+                    newvalues = critic.sampled_values(mb)  # [B, T], 0 outside the mask
                     # FORK: value loss.
                     v_loss = value_loss(
-                        newvalues, mb.values, mb.returns, mb.mask, args.value_clip, n_tokens
+                        newvalues, mb.values, mb.returns, mb.mask, args.value_clip, denom=n_tokens
                     )
                     # Gradients add up over the microbatches, and `shard` makes FSDP sum those of
-                    # the ranks: the result is that of the mean over all tokens of the minibatch.
+                    # the ranks: the result is that of the mean over the minibatch's sampled tokens.
                     v_loss.backward()
-                    # "max_" tells reduce_stats to take the largest; other statistics add up.
-                    # In the first minibatch value_dev is 0 up to rounding, which run.log checks.
-                    value_dev = ((newvalues - mb.values) * mb.mask).abs().max()
-                    stats.append({"value_loss": v_loss, "max_value_dev": value_dev})
+                    # 0 up to rounding in the first minibatch of an iteration, like |ratio - 1|
+                    value_dev = ((newvalues - mb.values) * mb.mask).abs().sum() / n_tokens
+                    stats.append({"value_loss": v_loss, "value_dev": value_dev})
                 progress = state.critic_steps / plan.critic_steps_total
                 lr = linear_schedule(args.critic_lr, args.lr_end, progress)
                 step = optimizer_step(critic, critic_optimizer, lr, args)
@@ -347,20 +348,21 @@ def train(args: Args) -> dict:
         epochs = args.ppo_epochs if state.iteration >= args.critic_warmup_iterations else 0
         actor_stats = []  # of each optimizer step
         early_stop = None  # statistics of the minibatch at which --target-kl ended the epochs
-        weights_before = some_weights(actor)  # for diagnose_ratio: has the actor changed?
         for epoch in range(epochs):
-            for n_tokens, minibatch in minibatches(experience, epoch, state, args):
+            for n_tokens, minibatch in minibatches(trained, epoch, state, args):
                 stats = []
                 for mb in minibatch:
-                    # [B, T], 0 outside the mask
-                    newlogprobs, entropies = sampled_logprobs(actor, mb, args.temperature)
+                    newlogprobs, entropies = actor.sampled_logprobs(mb, args.temperature)
                     # FORK: policy loss.
                     pg_loss, mb_stats = policy_loss(
                         newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,
-                        args.clip_low, args.clip_high, args.dual_clip, n_tokens,
+                        clip_low=args.clip_low, clip_high=args.clip_high,
+                        dual_clip=args.dual_clip, denom=n_tokens,
                     )  # fmt: skip
                     entropy = entropies.sum() / n_tokens
-                    loss = pg_loss - args.entropy_coef * entropy
+                    loss = pg_loss
+                    if args.entropy_coef:
+                        loss = loss - args.entropy_coef * entropy
                     if args.kl_loss and reference:
                         kls = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_loss)
                         mb_stats["kl_loss"] = (kls * mb.mask).sum() / n_tokens
@@ -381,32 +383,35 @@ def train(args: Args) -> dict:
                 break
         clock.end("actor")
 
-        # --- New weights for sampler and reference, diagnosis of the ratio, log, checkpoint
+        # --- New weights for sampler and reference, log, checkpoint
+        diagnosis = diagnose_ratio(actor, sampler, trained, actor_stats, early_stop, state, args)
         copy_weights(actor, sampler)
-        # FORK: what the next iteration gets from this one.
+        # FORK: what the next iteration gets from this one, in fields of `state`.
         if args.ref_sync_every and (state.iteration + 1) % args.ref_sync_every == 0:
             copy_weights(actor, reference)
-        # Why did the ratio stay at 1, if it did? This is no part of PPO but finds mistakes, and
-        # scores an eighth of the samples again.
-        diagnosis = diagnose_ratio(
-            actor, weights_before, experience, actor_stats, early_stop, state, args
-        )
         clock.end("hand_over")
-        run.log(episodes, experience, actor_stats, critic_stats, diagnosis, evaluation, clock)
+        metrics = diagnosis | iteration_metrics(
+            episodes, experience, actor_stats, critic_stats, evaluation, clock
+        )
+        # FORK: numbers of your own, as metrics["mine/number"] = ...
+        run.log(
+            metrics, completions(episodes, experience), find_mistakes(metrics, experience, args)
+        )
         state.iteration += 1
+        stop.agree()  # whether any rank has received a signal
         is_last = state.iteration == args.num_iterations
         is_due = args.save_every and (is_last or state.iteration % args.save_every == 0)
-        if is_due or run.stop_signal:
+        if is_due or stop.number:
             save_checkpoint(run.path, checkpointed, state, args)
 
     save_hf_checkpoint(actor, tokenizer, run.path / "model")
     save_hf_checkpoint(critic, tokenizer, run.path / "critic")
-    if not run.stop_signal:
-        run.summary["eval_after"] = evaluate_now()
+    if not stop.number:
+        run.summary["eval_after"] = evaluate_now(state.iteration, args)
         print0(f"after PPO: {run.summary['eval_after']}")
-    run.close("interrupted" if run.stop_signal else "completed")
-    if run.stop_signal:
-        raise SystemExit(128 + run.stop_signal)
+    run.close("interrupted" if stop.number else "completed")
+    if stop.number:
+        raise SystemExit(128 + stop.number)
     return run.summary
 
 
@@ -416,7 +421,7 @@ def linear_schedule(first: float, end_fraction: float, progress: float) -> float
 
 
 def optimizer_step(model: Transformer, optimizer, lr: float, args) -> dict:
-    """Clip the gradient, update the weights unless it is not finite, and clear it."""
+    """Clip the gradient, update the weights if its norm is finite, and clear the gradient."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -433,7 +438,7 @@ def optimizer_step(model: Transformer, optimizer, lr: float, args) -> dict:
 
 @dataclass
 class Experience:
-    """What the updates learn from: N samples, on the CPU. A microbatch is on the device.
+    """What the updates learn from: N samples on the CPU or, as a microbatch, B on the device.
 
     A further field, a tensor [N] or [N, T], goes into every microbatch.
     """
@@ -449,12 +454,11 @@ class Experience:
     values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
-    mc_returns: Tensor | None = None  # returns with a lambda of 1, by which the critic is judged
     advantage_std: float = 0.0  # before whitening
     packing: Packing | None = None  # of a microbatch: where its tokens are, without padding
 
     @classmethod
-    def of(cls, episodes: list[Episode]) -> Experience:
+    def from_episodes(cls, episodes: list[Episode]) -> Experience:
         return cls(
             tokens=padded(e.ids for e in episodes),
             mask=padded(e.mask for e in episodes),
@@ -462,6 +466,15 @@ class Experience:
             rewards=padded(e.rewards for e in episodes),
             lengths=torch.tensor([len(e.ids) for e in episodes]),
         )
+
+    def apply(self, function: Callable) -> Experience:
+        """With `function(x)` in place of every tensor x."""
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return dataclasses.replace(self, **{name: function(x) for name, x in tensors.items()})
+
+    def select(self, rows: Tensor, T: int | None = None) -> Experience:
+        """The samples `rows` [B], cropped to T tokens."""
+        return self.apply(lambda x: x[rows, :T] if x.ndim > 1 else x[rows])
 
     def microbatch(self, rows: Tensor, device: str) -> Experience:
         """The samples `rows` [B], cropped to the longest of them, on the device.
@@ -472,33 +485,23 @@ class Experience:
         lengths = self.lengths[rows]
         if len(rows) == 0:
             rows, lengths = torch.tensor([0]), torch.tensor([1])
-        T = int(lengths.max())
-        crop = lambda x: x[rows, :T] if x.ndim > 1 else x[rows]
-        selected = {name: crop(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        packing = Packing.of(lengths, selected["mask"], device)
-        selected = {name: upload(x, device) for name, x in selected.items()}
-        return dataclasses.replace(self, packing=packing, **selected)
+        mb = self.select(rows, int(lengths.max()))
+        packing = Packing.from_lengths(lengths, mb.mask, device)
+        return dataclasses.replace(mb.apply(lambda x: upload(x, device)), packing=packing)
 
 
-def sampled_logprobs(model: Transformer, mb: Experience, temperature: float):
-    """Log-probs of the sampled tokens and entropies at these places, [B, T], 0 outside the mask.
-
-    This is the following code, but padding is skipped and the logits are never held all at once:
-        log_p = F.log_softmax(model(tokens) / temperature, dim=-1)[:, :-1]  # of tokens[:, 1:]
-        logprobs[:, 1:] = log_p.gather(2, tokens[:, 1:, None])[..., 0] * mask[:, 1:]
-        entropies[:, 1:] = -(log_p.exp() * log_p).sum(-1) * mask[:, 1:]
-    """
-    return model(mb.tokens, packing=mb.packing, temperature=temperature)
-
-
-def sampled_values(critic: Transformer, mb: Experience) -> Tensor:
-    """values[:, 1:] = critic(tokens)[:, :-1] * mask[:, 1:], without padding.
-
-    Models with the same tokenizer may have vocabularies of different sizes, with unused ids at the
-    end. An id that the critic does not have is replaced by its last id.
-    """
-    tokens = mb.tokens.clamp(max=critic.config.vocab_size - 1)
-    return critic(tokens, packing=mb.packing)
+# What two methods of the models compute for a microbatch [B, T]. The indented lines say it without
+# packing:
+#
+#     logprobs, entropies = actor.sampled_logprobs(mb, temperature)
+#         log_p = F.log_softmax(actor(tokens) / temperature, dim=-1)[:, :-1]  # of tokens[:, 1:]
+#         logprobs[:, 1:] = log_p.gather(2, tokens[:, 1:, None])[..., 0] * mask[:, 1:]
+#         entropies[:, 1:] = -(log_p.exp() * log_p).sum(-1) * mask[:, 1:]
+#
+#     values = critic.sampled_values(mb)
+#         values[:, 1:] = critic(tokens)[:, :-1] * mask[:, 1:]
+#
+# The methods, in section 6, skip padding, and never hold all logits at once.
 
 
 @torch.no_grad()
@@ -517,14 +520,14 @@ def forward_all(function: Callable, experience: Experience, args) -> Tensor:
 
 
 def logprobs_of_all(model: Transformer, experience: Experience, args) -> Tensor:
-    """[N, T] by the function that the updates call: the first ratio is 1 up to rounding."""
-    logprobs = lambda mb: sampled_logprobs(model, mb, args.temperature)[0]
+    """[N, T] by the method that the updates call: the first ratio is 1 up to rounding."""
+    logprobs = lambda mb: model.sampled_logprobs(mb, args.temperature)[0]
     return forward_all(logprobs, experience, args)
 
 
-def make_experience(episodes, actor, critic, reference, args) -> Experience:
-    """All that the updates need, computed before the first of them."""
-    experience = Experience.of(episodes)
+def make_experience(episodes, actor, critic, reference, state, args):
+    """All that the updates need, computed before the first of them. `state` is for forks."""
+    experience = Experience.from_episodes(episodes)
     mask = experience.mask
     # --- Log-probs [N, T]. Those of the sampler differ from the actor's by rounding.
     old_logprobs = experience.logprobs
@@ -536,8 +539,8 @@ def make_experience(episodes, actor, critic, reference, args) -> Experience:
 
     # --- Rewards [N, T]: those of environment and reward model, minus the penalties
     rewards = experience.rewards
-    # FORK: reward shaping. Every rank does the same, for all samples. What is added in place is a
-    # part of the logged reward.
+    # FORK: reward shaping. Every rank does the same, for all samples; `state` says how far the run
+    # is. What is added in place is a part of the logged reward.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
@@ -547,33 +550,33 @@ def make_experience(episodes, actor, critic, reference, args) -> Experience:
         raise UserError("a reward, or its penalty for the KL, is not finite")
 
     # --- Values, advantages and returns. Advantages are whitened over the whole rollout.
-    values = forward_all(lambda mb: sampled_values(critic, mb), experience, args)
+    values = forward_all(critic.sampled_values, experience, args)
     # FORK: advantages.
     advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda)
     _, returns = compute_gae(rewards, values, mask, args.gamma, args.critic_lambda)
-    _, mc_returns = compute_gae(rewards, values, mask, args.gamma, 1.0)  # for the log
     advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
     if advantage_std < 1e-6:  # rounding errors alone, which whitening would amplify
         advantages = torch.zeros_like(advantages)
     return dataclasses.replace(
         experience, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values,
-        advantages=masked_whiten(advantages, mask), returns=returns, mc_returns=mc_returns,
-        advantage_std=advantage_std,
+        advantages=masked_whiten(advantages, mask), returns=returns, advantage_std=advantage_std,
     )  # fmt: skip
 
 
 def minibatches(
-    experience: Experience, epoch: int, state: TrainState, args: Args
+    experience: Experience, epoch: int, state: TrainState, args
 ) -> Iterator[tuple[int, list[Experience]]]:
     """Minibatches of one pass over the experience, in a random order.
 
-    Yields the number of sampled tokens of a minibatch on all ranks, by which its losses are
-    divided, and this rank's microbatches of it.
+    Yields the sampled tokens of a minibatch on all ranks, the denominator of its losses, and this
+    rank's microbatches.
     """
     # A function of (seed, iteration, epoch), so that a resumed run has the same orders.
     seed = ((args.seed * 1_000_003 + state.iteration) * 1_000_003 + epoch) % 2**63
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(experience.tokens), generator=generator)
+    if len(order) == 0:
+        return  # `split` would yield a minibatch of nothing
     for rows in progress_bar(order.split(args.train_batch_size), "minibatches"):
         n_tokens = max(1, int(experience.mask[rows].sum()))
         shares = microbatches(rows, experience.lengths, args.micro_batch_tokens)
@@ -593,7 +596,7 @@ class Episode:
     """A sample, on the host."""
 
     seed: int  # of the environment: which prompt
-    key: int = 0  # of its sampling noise
+    key: int = 0  # seed of the sampling noise
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # which were sampled
     logprobs: list[float] = field(default_factory=list)
@@ -608,7 +611,7 @@ class Episode:
     score: float = 0.0  # of the reward model; add_scores adds it to the rewards, too
 
     def add(self, ids: list[int], logprobs: list[float] | None = None):
-        """Append tokens: sampled ones with their log-probs, or text without."""
+        """Append tokens: sampled ones with their log-probs, given ones without."""
         self.ids += ids
         self.mask += [logprobs is not None] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
@@ -631,7 +634,7 @@ class Episode:
         response = tokenizer.decode(ids)
         text, reward, terminated, truncated, info = env.step(response)
         self.conversation.append(("assistant", response))
-        # The reward of a pair (end, reward) is that of the token that completes response[:end].
+        # `end` counts characters: the reward goes to the token that completes response[:end].
         for index, part in dense_rewards(info.get("rewards", ()), ids, tokenizer):
             self.rewards[start + index] += part
         if not hasattr(reward, "__float__"):
@@ -640,7 +643,7 @@ class Episode:
         if not math.isfinite(sum(self.rewards)):
             raise ValueError(f"the rewards of a step are not finite: {reward}, {info!r:.200}")
         self.success = bool(info.get("success", sum(self.rewards) > 0))
-        # The new text alone: to encode the response again could change its ids.
+        # Only the new text is encoded: to encode the response again could change its ids.
         feedback = [] if terminated or truncated else tokenizer.encode_feedback(text)
         if self.ids[-1] not in tokenizer.stop_ids:  # cut, even if the environment says terminated
             self.stop = "length"
@@ -653,7 +656,7 @@ class Episode:
             self.conversation.append(("user", text))
 
 
-def decode_step(sampler: Transformer, decoder: Decoder, attend: int):
+def decode_step(decoder: Decoder, attend: int):
     """Sample one token in every row that is alive. The host does not wait for the device.
 
     The input is the newest token of a row. It is not in the cache yet: this forward puts it there.
@@ -664,9 +667,10 @@ def decode_step(sampler: Transformer, decoder: Decoder, attend: int):
     scratch = decoder.cache.scratch
     position = torch.where(decoder.alive, decoder.length - 1, scratch)[:, None]  # [B, 1]
     inputs = decoder.tokens.gather(1, position)
-    logits = sampler(inputs, position, decoder.cache, attend)[:, 0]  # [B, V]
-    # FORK: sampling. With top-p or top-k, chunk_logprobs must truncate in the same way, so that
-    # old and new log-probs are those of the policy that sampled.
+    logits = decoder.sampler.decode(inputs, position, decoder.cache, attend)[:, 0]  # [B, V]
+    # FORK: sampling. With top-p or top-k record the log-probs of the filtered policy, and weigh the
+    # loss by exp(old - recorded), as sampler_correction.patch does. Do not filter old and new
+    # log-probs: after an update a sampled token may be one that the filter removes.
     logprobs = F.log_softmax(logits.float() / decoder.temperature, dim=-1)
     # The argmax of log-probs plus Gumbel noise is a sample. The scale of the noise is 0 if greedy.
     noise = gumbel_noise(decoder.keys, decoder.length, logits.shape[1])  # [B, V]
@@ -697,7 +701,7 @@ class Slots:
             tokens = padded([episode.ids for _, episode in part]).to(weight.device)  # [R, T]
             cache = KVCache(sampler.config, *tokens.shape, weight.dtype, weight.device)
             positions = torch.arange(tokens.shape[1], device=weight.device).expand_as(tokens)
-            sampler(tokens, positions, cache, cache.size, prefill=True)
+            sampler.prefill(tokens, positions, cache, cache.size)
             for i, turn in enumerate(part):
                 self.waiting.append((*turn, [(k[i], v[i]) for k, v in cache.layers]))
             self.fill_rows()
@@ -870,7 +874,7 @@ class Packing:
     sampled: Tensor  # [m] indices in n of the sampled tokens
 
     @classmethod
-    def of(cls, lengths: Tensor, mask: Tensor, device: str) -> Packing:
+    def from_lengths(cls, lengths: Tensor, mask: Tensor, device: str) -> Packing:
         """On the CPU, where `nonzero` does not make the host wait for the device."""
         T = mask.shape[1]
         place = (torch.arange(T) < lengths[:, None]).flatten().nonzero()[:, 0]
@@ -886,14 +890,19 @@ class Packing:
         blank = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
         return blank.index_copy(0, place, x).unflatten(0, self.shape)
 
+    def unpack_sampled(self, x: Tensor) -> Tensor:
+        """[m] -> [B, T]"""
+        # clone: FSDP's backward hooks do not see a view that is changed in place.
+        return self.unpack(x, self.place[self.sampled]).clone()
+
 
 class Attention(nn.Module):
     def __init__(self, config: PretrainedConfig, layer: int):
         super().__init__()
         self.layer = layer
         self.H, self.Hkv = config.num_attention_heads, config.num_key_value_heads
+        self.grouped = self.H != self.Hkv  # compared in forward, it can break the compiled graph
         self.D, hidden = config.head_dim, config.hidden_size
-        self.grouped = self.H != self.Hkv  # comparing in forward would break the compiled graph
         bias = getattr(config, "attention_bias", False)
         qkv_bias = bias or config.model_type == "qwen2"
         self.q_proj = nn.Linear(hidden, self.H * self.D, bias=qkv_bias)
@@ -992,57 +1001,65 @@ class Transformer(nn.Module):
         if self.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(
-        self, tokens, positions=None, cache=None, attend=0, prefill=False, packing=None,
-        temperature=1.0,
-    ):  # fmt: skip
-        """Run the model on `tokens` [B, T], in one of three ways.
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] or, with a scalar head, values [B, T] after each of `tokens` [B, T]."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.hidden_states(tokens, positions)
+        return self.lm_head(x) if self.head == "lm" else self.values(x)
 
-        Plain: logits [B, T, V] or, with a scalar head, values [B, T], of the state after each
-        token. In training, with a `packing`: see sampled_logprobs and sampled_values. In the
-        rollout, with a `cache`: logits of the tokens at `positions` [B, T], which also attend to
-        what is in the first `attend` positions of the cache; with `prefill` they only go into it.
+    def sampled_logprobs(self, mb: Experience, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs of sampled tokens, and entropies, [B, T] each: see section 4."""
+        packing = mb.packing
+        x = self.states_before_sampled(mb.tokens, packing)  # [m, hidden]
+        targets = packing.pack(mb.tokens)[packing.sampled]  # [m]
+        weight = self.lm_head.weight
+        logprobs, entropies = token_logprobs(x, weight, targets, temperature, self.of_chunk)
+        return packing.unpack_sampled(logprobs), packing.unpack_sampled(entropies)
 
-        All of it is one method because FSDP gathers the weights in hooks of `forward` alone.
+    def sampled_values(self, mb: Experience) -> Tensor:
+        """Values [B, T] of the states in which tokens were sampled: see section 4.
+
+        Models with the same tokenizer may have vocabularies of different sizes, with unused ids at
+        the end. An id that the critic does not have is replaced by its last id.
         """
-        if packing is not None:
-            tokens = packing.pack(tokens)  # [n]
-            positions = packing.position  # [n]
-        elif positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens = mb.tokens.clamp(max=self.config.vocab_size - 1)
+        x = self.states_before_sampled(tokens, mb.packing)  # [m, hidden]
+        return mb.packing.unpack_sampled(self.values(x))
+
+    def prefill(self, tokens, positions, cache: KVCache, attend: int) -> Tensor:
+        """Put the tokens at `positions` [B, T] into the cache. They see its first `attend` places.
+
+        Returns their hidden states [B, T, hidden].
+        """
+        G = self.config.num_attention_heads // self.config.num_key_value_heads
+        readable = torch.arange(attend, device=tokens.device)
+        mask = readable <= positions[..., None]  # [B, T, attend]
+        mask = mask.repeat(1, G, 1)[:, None]  # [B, 1, G * T, attend]
+        return self.hidden_states(tokens, positions, cache=cache, mask=mask)
+
+    def decode(self, tokens, positions, cache: KVCache, attend: int) -> Tensor:
+        """As `prefill`, but returns logits [B, T, V]."""
+        return self.lm_head(self.prefill(tokens, positions, cache, attend))
+
+    def hidden_states(self, tokens, positions, packing=None, cache=None, mask=None) -> Tensor:
+        """The input of the head, [..., hidden], for tokens [B, T] or, with a packing, [n]."""
         angles = positions[..., None, None].float() * self.rope  # [..., 1, D / 2]
         cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
-        context = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1), packing)
-        if cache is not None:
-            G = self.config.num_attention_heads // self.config.num_key_value_heads
-            readable = torch.arange(attend, device=tokens.device)
-            mask = readable <= positions[..., None]  # [B, T, attend]
-            mask = mask.repeat(1, G, 1)[:, None]  # [B, 1, G * T, attend]
-            context += (cache, positions, mask)
-        x = self.model.embed_tokens(tokens)  # [..., hidden]
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        x = self.model.embed_tokens(tokens)
         for block in self.model.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, *context, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, packing, use_reentrant=False)
             else:
-                x = block(x, *context)
-        x = self.model.norm(x)
-        if prefill:
-            return None
-        if packing is None:
-            return self.lm_head(x) if self.head == "lm" else self.values(x)
+                x = block(x, cos, sin, packing, cache, positions, mask)
+        return self.model.norm(x)
 
+    def states_before_sampled(self, tokens: Tensor, packing: Packing) -> Tensor:
+        """[m, hidden] of the states in which the m sampled tokens of tokens [B, T] were sampled."""
+        x = self.hidden_states(packing.pack(tokens), packing.position, packing)  # [n, hidden]
         # The shift by one: log-prob and value of a sampled token come from the output one token
         # earlier, which belongs to the same sample, since every sample begins with a prompt.
-        x = x[packing.sampled - 1]  # [m, hidden]
-        targets = tokens[packing.sampled]  # [m]
-        # clone: FSDP's backward hooks do not see a view that is changed in place.
-        unpack = lambda x: packing.unpack(x, packing.place[packing.sampled]).clone()  # [B, T]
-        if self.head != "lm":
-            return unpack(self.values(x))
-        logprobs, entropies = token_logprobs(
-            x, self.lm_head.weight, targets, temperature, self.of_chunk
-        )
-        return unpack(logprobs), unpack(entropies)
+        return x[packing.sampled - 1]
 
     def values(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [...], in fp32, since bfloat16 would round values too coarsely."""
@@ -1083,7 +1100,7 @@ class Decoder:
     def __init__(self, sampler: Transformer, B: int, stop_ids: list[int], args):
         weight = sampler.model.norm.weight
         self.sampler = sampler
-        S = args.max_prompt_tokens + args.max_new_tokens
+        S = longest(args)
         self.cache = KVCache(sampler.config, B, S, weight.dtype, weight.device)
         zeros = functools.partial(torch.zeros, device=weight.device)
         self.tokens = zeros(B, S + 1, dtype=torch.int64)
@@ -1119,12 +1136,12 @@ class Decoder:
         if attend in self.graphs:
             self.graphs[attend].replay()
             return
-        self.decode_step(self.sampler, self, attend)
+        self.decode_step(self, attend)
         if self.use_graphs:
             graph = torch.cuda.CUDAGraph()
             # "thread_local": an environment's threads may use the GPU meanwhile
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
-                self.decode_step(self.sampler, self, attend)  # is recorded, does not run
+                self.decode_step(self, attend)  # is recorded, does not run
             self.graphs[attend] = graph
 
 
@@ -1168,6 +1185,7 @@ class ChunkedLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, of_chunk, rows):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.settings = temperature, of_chunk, rows
+        ctx.set_materialize_grads(False)  # None, not 0, for entropies that are not in the loss
         weight = weight.detach().requires_grad_(ctx.needs_input_grad[1])
         outputs = []
         for h, t in zip(hidden.split(rows), targets.split(rows)):
@@ -1185,12 +1203,14 @@ class ChunkedLogprobs(torch.autograd.Function):
         weight = weight.detach().requires_grad_(ctx.needs_input_grad[1])
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         d_hidden = []
-        chunks = (x.split(rows) for x in (hidden, targets, d_logprobs, d_entropies))
+        gradients = d_logprobs, d_entropies
+        in_loss = [i for i, d in enumerate(gradients) if d is not None]
+        chunks = (x.split(rows) for x in (hidden, targets, *(gradients[i] for i in in_loss)))
         for h, t, *d_outputs in zip(*chunks):
             h = h.detach().requires_grad_()
             with torch.enable_grad():
                 outputs = of_chunk(h, weight, t, temperature)
-            torch.autograd.backward(outputs, d_outputs)
+            torch.autograd.backward([outputs[i] for i in in_loss], d_outputs)
             d_hidden.append(h.grad)
             if weight.requires_grad:
                 d_weight += weight.grad
@@ -1328,29 +1348,20 @@ HUB_FILES = [
 ]
 
 
-def locate_models(args):
-    """Put absolute folders in place of names: of folders, or of repositories of the Hub.
+def locate_model(name: str | None) -> str | None:
+    """The absolute folder of a model that is named by a folder, or by a repository of the Hub.
 
-    One process of a node downloads, into the Hub's cache, from which the others read.
+    Locks of the Hub's cache make one process of a node download, and the others wait.
     """
-    for flag in ("model", "critic_model", "reward_model"):
-        name = getattr(args, flag)
-        if not name:
-            continue
-        is_folder = Path(name).is_dir()
+    if not name:
+        return None
+    if not Path(name).is_dir():
         repository, _, revision = name.partition("@")
-        download = functools.partial(
-            snapshot_download, repository, revision=revision or None, allow_patterns=HUB_FILES
-        )
         with attempt(f"find a folder {name}, or this repository on the Hub"):
-            try:
-                if not is_folder and os.environ.get("LOCAL_RANK", "0") == "0":
-                    download()
-            finally:
-                dist.barrier()  # of all ranks, also where the folder is on some nodes only
-            if not is_folder:
-                name = download(local_files_only=True)
-        setattr(args, flag, os.path.abspath(name))
+            name = snapshot_download(
+                repository, revision=revision or None, allow_patterns=HUB_FILES
+            )
+    return os.path.abspath(name)
 
 
 def load_config(folder: str) -> PretrainedConfig:
@@ -1360,9 +1371,12 @@ def load_config(folder: str) -> PretrainedConfig:
         return check_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
 
-def load_config_and_tokenizer(folder: str) -> tuple[PretrainedConfig, HFTokenizer]:
+def load_config_and_tokenizer(folder: str, positions=0) -> tuple[PretrainedConfig, HFTokenizer]:
+    """Of a model that shall read texts of up to `positions` tokens."""
     config = load_config(folder)
     tokenizer = HFTokenizer(folder)
+    if positions > (most := config.max_position_embeddings):
+        raise UserError(f"--max-new-tokens: {positions} with the prompt, {folder} takes {most}")
     if tokenizer.vocab_size > config.vocab_size:
         sizes = f"a vocabulary of {config.vocab_size}, the tokenizer needs {tokenizer.vocab_size}"
         raise UserError(f"{folder}: {sizes}")
@@ -1375,6 +1389,12 @@ def load_hf_checkpoint(path, head="lm") -> tuple[Transformer, PretrainedConfig]:
     model = Transformer(config, head)
     load_weights(model, path)
     return model, config
+
+
+def check_vocabulary(tokenizer: HFTokenizer, actors: HFTokenizer):
+    """For a model that reads the ids of the actor's tokens."""
+    if tokenizer.hf.get_vocab() != actors.hf.get_vocab():
+        raise UserError(f"{tokenizer.folder}: has not the actor's vocabulary")
 
 
 def load_weights(model: Transformer, folder: str, needs_head: bool = True):
@@ -1688,12 +1708,9 @@ class Clock:
 
 
 def reduce_stats(stats: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Sums over the microbatches of all ranks, of max_... the largest. The host waits for these."""
+    """Sums over the microbatches of all ranks. The host waits for these."""
     rows = torch.stack([torch.stack(list(row.values())) for row in stats]).detach().double()
-    sums = all_reduce(rows.sum(0))
-    largest = all_reduce(rows.amax(0), dist.ReduceOp.MAX)
-    numbers = zip(stats[0], *torch.stack((sums, largest)).tolist())
-    return {name: most if name.startswith("max_") else total for name, total, most in numbers}
+    return dict(zip(stats[0], all_reduce(rows.sum(0)).tolist()))
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
@@ -1729,70 +1746,171 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
     }
 
 
-def some_weights(actor: Transformer) -> Tensor:
-    """A copy of up to 16,384 elements of this rank's part of every weight, in one tensor."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in actor.parameters()]
-    return torch.cat([p.detach().flatten()[:: 1 + p.numel() // 2**14] for p in local])
+def iteration_metrics(
+    episodes, experience, actor_stats, critic_stats, evaluation, clock
+) -> dict:  # fmt: skip
+    """What is logged of an iteration, but for the ratio's diagnosis."""
+    N, e, mask = len(episodes), experience, experience.mask
+    first = mask & (mask.cumsum(1) == 1)  # of each sample
+    sampler_gap = (e.logprobs - e.old_logprobs).abs()
+    metrics = {
+        "objective/reward": float(e.rewards.sum(1).mean()),  # without the KL
+        "objective/accuracy": sum(episode.success for episode in episodes) / N,
+        "objective/response_tokens": int(mask.sum()) / N,
+        "objective/entropy": -float(masked_mean(e.old_logprobs, mask)),
+        "objective/truncated": sum(episode.stop != "terminated" for episode in episodes) / N,
+        "objective/kl": float(kl_of_samples(e).mean()),
+        "objective/reward_model": sum(episode.score for episode in episodes) / N,
+        "critic/explained_variance": explained_variance(e.values[mask], e.returns[mask]),
+        "critic/explained_variance_first": explained_variance(e.values[first], e.returns[first]),
+        "critic/value_mean": float(masked_mean(e.values, mask)),
+        "critic/return_mean": float(masked_mean(e.returns, mask)),
+        "critic/first_dev": critic_stats[0]["value_dev"] if critic_stats else 0.0,
+        "time/iteration": sum(clock.phases.values()),
+        "perf/peak_memory_bytes": torch.cuda.max_memory_allocated(),
+        "debug/sampler_trainer_logprob_diff": float(masked_mean(sampler_gap, mask)),
+        "ratio/steps": actor_stats,
+    }
+    for prefix, numbers in (("eval", evaluation), ("time", clock.phases)):
+        metrics |= {f"{prefix}/{name}": value for name, value in numbers.items()}
+    for model, steps in (("actor", actor_stats), ("critic", critic_stats)):
+        for name in steps[0] if steps else ():
+            metrics[f"{model}/{name}"] = sum(step[name] for step in steps) / len(steps)
+    return metrics
 
 
-def diagnose_ratio(actor, weights_before, experience, steps, early_stop, state, args):
-    """(cause, advice, signals): why the ratio stayed at 1 in all minibatches, or began elsewhere.
+def kl_of_samples(e: Experience) -> Tensor:
+    """[N] k1 of each sample, in nats"""
+    return (e.old_logprobs - e.ref_logprobs).sum(1)
 
-    The cause is None if the ratio did what it should. How the updates have changed the actor is
-    measured by its weights and by its log-probs of an eighth of the samples.
+
+def completions(episodes: list[Episode], experience: Experience) -> list[dict]:
+    """The first samples of a rollout, for completions.jsonl."""
+    rewards, kls = experience.rewards.sum(1).tolist(), kl_of_samples(experience).tolist()
+    samples = []
+    for episode, reward, kl in list(zip(episodes, rewards, kls, strict=True))[:4]:
+        (_, prompt), *rest = episode.conversation
+        samples.append({
+            "prompt": prompt,
+            "response": "\n".join(text for _, text in rest),  # and what came between
+            "stop": episode.stop,
+            "reward": reward,
+            "n_tokens": sum(episode.mask),
+            "kl": kl,
+        })  # fmt: skip
+    return samples
+
+
+ADVICE = {  # by the cause of a ratio that stays at 1, or begins elsewhere
+    "critic_warmup": "see --critic-warmup-iterations",
+    "empty_mask": "no token was sampled: check --max-new-tokens and the mask",
+    "forward_mismatch": "look for dropout, a shifted mask, another temperature",
+    "kl_early_stop": "raise --target-kl or lower --actor-lr",
+    "no_step": "no step was made: were there minibatches?",
+    "steps_skipped": "gradients are not finite: large rewards? NaN in log-probs?",
+    "bf16_underflow": "updates are rounded away: keep the weights in float32",
+    "one_update_by_design": "this is correct; with more epochs the ratio moves",
+    "advantage_zero": "all advantages are equal: is the reward constant?",
+    "no_grad_to_actor": "detached log-probs or frozen parameters",
+    "optimizer_noop": "the optimizer does not hold the actor's parameters",
+    "lr_or_clip_too_small": "raise --actor-lr or --max-grad-norm",
+    "old_logprob_recomputed": "record them once, before the first update",
+    "forward_ignores_update": "the forward pass runs a stale copy of the model",
+}
+
+
+def diagnose_ratio(actor, sampler, experience, steps, early_stop, state, args) -> dict:
+    """The metrics ratio/...: what the ratio did and, if it stayed at 1, why.
+
+    Only then it has a cost. Comes before the sampler gets the new weights.
     """
-    weights = some_weights(actor)
-    change = (weights - weights_before).double()
-    norms = change.square().sum(), weights.double().square().sum()
-    counts = (change != 0).sum(), torch.tensor(change.numel(), device=change.device)
-    update, norm, changed, total = all_reduce(torch.stack((*norms, *counts))).tolist()
-    some = experience.microbatch(torch.arange(max(1, len(experience.tokens) // 8)), "cpu")
-    logratio = (logprobs_of_all(actor, some, args) - some.old_logprobs)[some.mask]
-    made = [step for step in steps if not step["skipped"]]
-    seen = steps or [early_stop or {}]
-    first, last = seen[0], seen[-1]
-    s = types.SimpleNamespace(
-        first_dev=first.get("ratio_dev", 0.0),  # mean |ratio - 1| of the first minibatch,
-        last_dev=last.get("ratio_dev", 0.0),  # of the last one,
-        post_dev=float(logratio.expm1().abs().mean()),  # and with the updated actor
-        relative_update=(update / norm) ** 0.5,
-        changed=changed / total,  # share of the weights
-        advantage_std=experience.advantage_std,
-    )
-    bf16 = args.dtype == "bfloat16"
-    noise = 2 * max(s.first_dev, 1e-7)  # of rounding
-    moved = s.post_dev > noise
+    measured = steps or [early_stop or {"ratio_dev": 0.0}]
+    signals = {
+        "first_dev": measured[0]["ratio_dev"],  # mean |ratio - 1| of the first minibatch,
+        "last_dev": measured[-1]["ratio_dev"],  # and of the last one
+        "advantage_std": experience.advantage_std,
+    }
+    first_dev = signals["first_dev"]
+    noise = 2 * max(first_dev, 1e-7)  # of rounding
+    moved = signals["last_dev"] > noise
+    cause = None
     if state.iteration < args.critic_warmup_iterations:
-        found = "critic_warmup", "see --critic-warmup-iterations"
+        cause = "critic_warmup"
     elif not experience.mask.any():
-        found = "empty_mask", "no token was sampled: check --max-new-tokens and the mask"
-    elif s.first_dev > (0.05 if bf16 else 1e-4):
-        found = "forward_mismatch", "look for dropout, a shifted mask, another temperature"
-    elif early_stop and s.last_dev <= noise:
-        found = "kl_early_stop", "raise --target-kl or lower --actor-lr"
-    elif not made:
-        found = "steps_skipped", "gradients are not finite: large rewards? NaN in log-probs?"
-    elif weights.dtype != torch.float32 and s.changed < 0.5:
-        found = "bf16_underflow", "updates are rounded away: keep the weights in float32"
-    elif s.last_dev > noise:
-        found = None, ""  # the ratio moves
+        cause = "empty_mask"
+    elif first_dev > (0.05 if args.dtype == "bfloat16" else 1e-4):
+        cause = "forward_mismatch"
+        # The sampler's log-probs may differ by rounding, in bfloat16 by more than this.
+        if args.recompute_old_logprobs and state.actor_steps == len(steps):
+            what = f"the first ratio of the run is not 1: |ratio - 1| is {first_dev:.2g} on average"
+            raise UserError(f"{what}: {ADVICE[cause]}")
+    elif early_stop and not moved:
+        cause = "kl_early_stop"
+    elif not steps:
+        cause = "no_step"
+    elif all(step["skipped"] for step in steps):
+        cause = "steps_skipped"
+    elif not moved:
+        cause, updates = diagnose_updates(actor, sampler, experience, steps, noise, args)
+        signals |= updates
+    return {f"ratio/{name}": x for name, x in signals.items()} | {"ratio/diagnosis": cause}
+
+
+def some_weights(model: Transformer) -> Tensor:
+    """A copy of up to 16,384 elements of every weight, in one tensor."""
+    return torch.cat([p.detach().flatten()[:: 1 + p.numel() // 2**14] for p in model.parameters()])
+
+
+def diagnose_updates(actor, sampler, experience, steps, noise, args) -> tuple[str | None, dict]:
+    """(cause, signals) of a ratio that does not move, although steps were made.
+
+    How they have changed the actor is measured by its weights, as far as the sampler shows them,
+    and by its log-probs of an eighth of the samples.
+    """
+    before = some_weights(sampler)  # those of the last iteration
+    copy_weights(actor, sampler)
+    weights = some_weights(sampler)
+    relative_update = float((weights - before).double().norm() / weights.double().norm())
+    some = experience.select(torch.arange(max(1, len(experience.tokens) // 8)))
+    logratio = (logprobs_of_all(actor, some, args) - some.old_logprobs)[some.mask]
+    post_dev = float(logratio.expm1().abs().mean())  # mean |ratio - 1| with the updated actor
+    moved = post_dev > noise
+    bf16 = args.dtype == "bfloat16"  # which hides small updates, also in the sampler
+    if next(actor.parameters()).dtype != torch.float32:
+        cause = "bf16_underflow"
     elif len(steps) == 1 and moved:
-        found = "one_update_by_design", "this is correct; with more epochs the ratio moves"
-    elif s.advantage_std < 1e-6:
-        found = "advantage_zero", "all advantages are equal: is the reward constant?"
-    elif all(step["grad_norm"] == 0 for step in made):
-        found = "no_grad_to_actor", "detached log-probs or frozen parameters"
-    elif changed == 0 and last["lr"] > 1e-10:
-        found = "optimizer_noop", "the optimizer does not hold the actor's parameters"
-    elif s.relative_update < 1e-6:
-        found = "lr_or_clip_too_small", "raise --actor-lr or --max-grad-norm"
+        cause = "one_update_by_design"
+    elif experience.advantage_std < 1e-6:
+        cause = "advantage_zero"
+    elif all(step["grad_norm"] == 0 for step in steps if not step["skipped"]):
+        cause = "no_grad_to_actor"
+    elif relative_update == 0 and steps[-1]["lr"] > (1e-7 if bf16 else 1e-10):
+        cause = "optimizer_noop"
+    elif relative_update < (1e-4 if bf16 else 1e-6):
+        cause = "lr_or_clip_too_small"
     elif bf16:
-        found = None, ""  # a small movement cannot be told from rounding
-    elif moved:
-        found = "old_logprob_recomputed", "record them once, before the first update"
+        cause = None  # a small movement cannot be told from rounding
     else:
-        found = "forward_ignores_update", "the forward pass runs a stale copy of the model"
-    return *found, vars(s)
+        cause = "old_logprob_recomputed" if moved else "forward_ignores_update"
+    return cause, {"post_dev": post_dev, "relative_update": relative_update}
+
+
+def find_mistakes(metrics: dict, experience: Experience, args) -> list[str]:
+    """Warnings, to be printed once in a run."""
+    mistakes = []
+    cause = metrics["ratio/diagnosis"]
+    if cause:
+        mistakes.append(f"  ratio: {cause}: {ADVICE[cause]}")
+    if metrics.get("critic/skipped"):
+        mistakes.append("  critic: steps are skipped, since gradients are not finite")
+    # The first values of the updates must be those of the experience, like the first ratio.
+    rounding = 0.1 if args.dtype == "bfloat16" else 1e-3
+    if metrics["critic/first_dev"] > rounding * float(experience.values.abs().max()):
+        mistakes.append(
+            "  critic: its first values are not those of the experience: does make_experience "
+            "change them, or do the updates run another forward? See critic/first_dev."
+        )
+    return mistakes
 
 
 # === 10. Errors, flags, ranks, models ===
@@ -1817,7 +1935,7 @@ def attempt(task: str, kind: type[UserError] = UserError):
     """Turn exceptions into a UserError that says which task failed, and how."""
     try:
         yield
-    except (UserError, GeneratorExit):
+    except (UserError, GeneratorExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # also the SystemExit of a reward function
         if isinstance(error, dcp.api.CheckpointException):
@@ -1834,29 +1952,48 @@ def print0(text: str):
         print(text, flush=True)
 
 
-AT_LEAST_1 = (
-    "num_iterations", "rollout_batch_size", "n_samples_per_prompt", "rollout_slots",
-    "max_prompt_tokens", "max_new_tokens", "ppo_epochs", "train_batch_size", "micro_batch_tokens",
-    "eval_episodes", "dual_clip")  # fmt: skip
-ABOVE_0 = ("temperature", "clip_low", "clip_high", "value_clip", "target_kl", "max_grad_norm")
-AT_MOST_1 = ("gamma", "gae_lambda", "critic_lambda", "lr_end", "clip_low")
+def complete(args: Args) -> Args:
+    """A checked copy in which no flag is None or "auto" because its default depends on others.
 
-
-def validate(args):
-    """Fill in defaults and check the flags. A UserError names flag, value and what is valid."""
-    for name, (embedded, with_model) in DEFAULTS.items():
+    Joins the ranks and downloads models of the Hub, to know what the critic's default depends on.
+    """
+    args = dataclasses.replace(args)
+    for name, defaults in DEFAULTS.items():
         if getattr(args, name) is None:
-            setattr(args, name, with_model if args.model else embedded)
-    args.log_dir = os.path.abspath(args.log_dir)  # user code may change the working directory
+            setattr(args, name, defaults[bool(args.model)])
     if args.critic_epochs is None:
         args.critic_epochs = args.ppo_epochs
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.compile == "auto":
+        args.compile = "on" if args.device == "cuda" else "off"
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if args.device == "cuda" else "float32"
+    args.log_dir = os.path.abspath(args.log_dir)  # user code may change the working directory
+    check_flags(args)
+    connect(args)
+
+    for flag in ("model", "critic_model", "reward_model"):
+        setattr(args, flag, locate_model(getattr(args, flag)))
+    if args.critic_lr is None:
+        # The head starts at zero, and a step of Adam moves values by about rate * width.
+        folder = args.critic_model or args.model
+        args.critic_lr = 0.064 / (load_config(folder).hidden_size if folder else EMBEDDED_WIDTH)
+    return args
+
+
+NOT_ZERO = (
+    "temperature", "eval_episodes", "rollout_slots", "rollout_batch_size", "n_samples_per_prompt",
+    "train_batch_size", "max_new_tokens")  # fmt: skip
+
+
+def check_flags(args):
+    """A UserError names flag, value and what is valid."""
     for name, value in vars(args).items():
-        if isinstance(value, int | float):
-            low = 1 if name in AT_LEAST_1 else 1e-9 if name in ABOVE_0 else 0
-            high = 1 if name in AT_MOST_1 else 2**31 - 1
-            if not low <= value <= high:
-                flag = name.replace("_", "-")
-                raise UserError(f"--{flag} {value}: must be at least {low} and at most {high}")
+        if isinstance(value, int | float) and not 0 <= value < 2**31:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be from 0 to {2**31 - 1}")
+        if value == 0 and name in NOT_ZERO:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0")
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples % args.train_batch_size:
         flag = f"--train-batch-size {args.train_batch_size}"
@@ -1906,19 +2043,14 @@ def print_plan(args, plan: types.SimpleNamespace):
 
 
 def connect(args):
-    """Choose device and dtype, and join the other ranks. Fills in the flags that are auto."""
-    use_cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    """Join the other ranks, each with its device."""
+    use_cuda = args.device == "cuda"
     if use_cuda:
         with attempt("use --device cuda"):
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for every new shape
     elif not args.model:
         torch.set_num_threads(1)  # the default model is too small for more
-    args.device = "cuda" if use_cuda else "cpu"
-    if args.compile == "auto":
-        args.compile = "on" if use_cuda else "off"
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if use_cuda else "float32"
     if not dist.is_initialized():
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", **alone)
@@ -1981,12 +2113,15 @@ def shard(model: Transformer, args):
     embedding = [] if model.tied else [model.model.embed_tokens]  # large
     for unit in (*model.model.layers, *value_head, *embedding, model):
         precision = torch.float32 if unit in value_head else getattr(torch, args.dtype)
-        policy = MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
+        policy = fsdp.MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
         # The root, too, must reshard: its weights must be DTensors between forward and backward.
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        fsdp.fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         # Gradients are summed, not averaged: losses are divided by the tokens of all ranks already.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+    # FSDP gathers the weights before `forward`, and before the methods that are named here.
+    for method in ("sampled_logprobs", "sampled_values"):
+        fsdp.register_fsdp_forward_method(model, method)
 
 
 def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Transformer:
@@ -2008,18 +2143,21 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
     return model
 
 
+EMBEDDED_WIDTH = 64
+
+
 def embedded_model(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     """The default actor, a tiny random Llama, and a tokenizer of the environment's characters."""
     resets = [reset(env, seed) for seed in range(256)]
     texts = [f"{prompt}{info.get('demonstration', '')}" for prompt, info in resets]
     tokenizer = HFTokenizer.from_texts(texts)
     config = LlamaConfig(
-        hidden_size=64,
+        hidden_size=EMBEDDED_WIDTH,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         vocab_size=tokenizer.vocab_size,
-        max_position_embeddings=args.max_prompt_tokens + args.max_new_tokens,
+        max_position_embeddings=longest(args),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,
@@ -2034,53 +2172,48 @@ def embedded_model(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     return tokenizer, actor
 
 
-def build_models(args, env: gym.Env):
-    """Tokenizer, actor, critic, reference (None if kl_coef is 0) and sampler."""
-    if args.model:
-        config, tokenizer = load_config_and_tokenizer(args.model)
-    else:
-        tokenizer, embedded = embedded_model(args, env)
-        config = embedded.config
-    critic_config = config
-    if args.critic_model:
-        critic_config, critic_tokenizer = load_config_and_tokenizer(args.critic_model)
-        if critic_tokenizer.hf.get_vocab() != tokenizer.hf.get_vocab():
-            raise UserError(f"--critic-model {args.critic_model}: has not the actor's vocabulary")
-    if args.critic_lr is None:
-        # The head starts at zero, and a step of Adam moves values by about rate * width.
-        args.critic_lr = 0.064 / critic_config.hidden_size
-    longest = args.max_prompt_tokens + args.max_new_tokens
-    positions = min(config.max_position_embeddings, critic_config.max_position_embeddings)
-    if longest > positions:
-        raise UserError(f"--max-new-tokens: {longest} with the prompt, a model takes {positions}")
+def longest(args) -> int:
+    """Tokens that a sample may have."""
+    return args.max_prompt_tokens + args.max_new_tokens
 
-    actor = build_model(config, "lm", args)
+
+def build_actor(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
+    """The tokenizer and the actor, with the weights of --model or random ones."""
     if args.model:
+        config, tokenizer = load_config_and_tokenizer(args.model, longest(args))
+        actor = build_model(config, "lm", args)
         load_weights(actor, args.model)
-    else:
-        copy_weights(embedded, actor)
-    if not find_checkpoint(args):
-        warm_start(actor, tokenizer, env, args)
-    critic = build_model(critic_config, "scalar", args)
-    nn.init.zeros_(critic.score.weight)  # all values are 0 at first, unless a head is loaded
+        return tokenizer, actor
+    tokenizer, embedded = embedded_model(args, env)
+    return tokenizer, copy_model(embedded, args)
+
+
+def build_critic(actor: Transformer, tokenizer: HFTokenizer, args) -> Transformer:
+    """A copy of the actor, or what --critic-model names, with a head of zeros unless it has one."""
+    config = actor.config
+    if args.critic_model:
+        config, critic_tokenizer = load_config_and_tokenizer(args.critic_model, longest(args))
+        check_vocabulary(critic_tokenizer, tokenizer)
+    critic = build_model(config, "scalar", args)
+    nn.init.zeros_(critic.score.weight)
     if args.critic_model:
         load_weights(critic, args.critic_model, needs_head=False)
     else:
         copy_weights(actor, critic)
-    reference = None
-    if args.kl_coef > 0:
-        reference = build_model(config, "lm", args)
-        copy_weights(actor, reference)
-    return tokenizer, actor, critic, reference, build_model(config, "lm", args, sampler=True)
+    return critic
 
 
-def build_reward_model(args) -> tuple[Transformer, HFTokenizer] | None:
-    """The reward model and its tokenizer. Checkpoints do not contain it, since it never changes."""
-    if args.reward_model is None:
-        return None
-    config, tokenizer = load_config_and_tokenizer(args.reward_model)
-    model = build_model(config, "scalar", args)
-    load_weights(model, args.reward_model)
+def copy_model(model: Transformer, args, sampler=False) -> Transformer:
+    copied = build_model(model.config, model.head, args, sampler)
+    copy_weights(model, copied)
+    return copied
+
+
+def frozen_model(folder: str, head: str, args) -> tuple[Transformer, HFTokenizer]:
+    """A model that never changes, so that checkpoints do not contain it, and its tokenizer."""
+    config, tokenizer = load_config_and_tokenizer(folder)
+    model = build_model(config, head, args)
+    load_weights(model, folder)
     model.requires_grad_(False)
     return model, tokenizer
 
@@ -2104,7 +2237,7 @@ def add_scores(episodes: list[Episode], reward_model, args):
     nothing = torch.zeros(tokens.shape)
     experience = Experience(tokens, nothing.bool(), nothing, nothing, lengths)
     scores = forward_all(lambda mb: model(mb.tokens), experience, args)  # [N, T]
-    for episode, row, length in zip(episodes, scores, lengths):
+    for episode, row, length in zip(episodes, scores, lengths, strict=True):
         episode.score = float(row[length - 1])
         episode.rewards[-1] += episode.score
 
@@ -2148,13 +2281,13 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
             ids = [*ids, tokenizer.eos_id][: args.max_new_tokens]
             episode.add(ids, [0.0] * len(ids))
             episodes.append(episode)
-        experience = Experience.of(episodes)
+        experience = Experience.from_episodes(episodes)
         n_tokens = int(experience.mask.sum())
         everything = torch.arange(len(episodes))
         stats = []
         for rows in microbatches(everything, experience.lengths, args.micro_batch_tokens):
             mb = experience.microbatch(rows, args.device)
-            loss = -sampled_logprobs(actor, mb, 1.0)[0].sum() / n_tokens
+            loss = -actor.sampled_logprobs(mb, 1.0)[0].sum() / n_tokens
             loss.backward()
             stats.append({"loss": loss})
         lr = linear_schedule(args.actor_lr, 0.0, i / args.sft_steps)
@@ -2185,26 +2318,36 @@ def heed_signals():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-class Run:
-    """The folder <log_dir>/<run_name>/: *.jsonl, TensorBoard's file, config.json, summary.json.
+class StopSignals:
+    """SIGTERM and Ctrl-C end the run after the current iteration."""
 
-    SIGTERM and Ctrl-C end the run after the current iteration.
-    """
-
-    def __init__(self, args, state: TrainState):
-        self.args, self.state, self.summary = args, state, {}
-        self.started = time.monotonic()
-        self.print_once = functools.cache(print0)
-        self.stop_signal = 0  # that any rank has received
-        self.signal = torch.zeros(())  # that this rank has received
+    def __init__(self):
+        self.received = 0  # by this rank
+        self.number = 0  # by any rank, when `agree` was called
         for number in SIGNALS:
-            signal.signal(number, self.stop)
+            signal.signal(number, self.receive)
         # A signal that comes while a process is forked waits until the child can heed it.
         os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
             after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
             after_in_child=heed_signals,
         )
+
+    def receive(self, number: int, frame):
+        self.received = number
+        os.write(2, b"\nstopping after this iteration; Ctrl-\\ stops at once\n")
+
+    def agree(self):
+        self.number = int(all_reduce(torch.tensor(self.received), dist.ReduceOp.MAX))
+
+
+class Run:
+    """The folder <log_dir>/<run_name>/: *.jsonl, TensorBoard's file, config.json, summary.json."""
+
+    def __init__(self, args, state: TrainState):
+        self.args, self.state, self.summary = args, state, {}
+        self.started = time.monotonic()
+        self.print_once = functools.cache(print0)
         env, now = args.env_id.split(":")[-1], time.strftime("%Y%m%d-%H%M%S")
         names = [args.run_name or f"{env}__{Path(__file__).stem}__{args.seed}__{now}"]
         dist.broadcast_object_list(names)
@@ -2222,11 +2365,11 @@ class Run:
                 whole = [line for line in lines if line.endswith("\n")]
                 old = [x for x in whole if json.loads(x)["iteration"] < state.iteration]
                 path.write_text("".join(old))
-        self.wandb = None
         if args.track:
             with attempt("start Weights & Biases for --track"):
-                self.wandb = importlib.import_module("wandb")
-                self.wandb.init(
+                import wandb
+
+                wandb.init(
                     project=args.wandb_project,
                     id=self.path.name,
                     dir=self.path,
@@ -2237,97 +2380,31 @@ class Run:
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
         atexit.register(self.close, "failed")  # unless the run ends otherwise
 
-    def stop(self, number: int, frame):
-        self.signal.fill_(number)
-        os.write(2, b"\nstopping after this iteration; Ctrl-\\ stops at once\n")
-
-    def log(self, episodes, experience, actor_stats, critic_stats, diagnosis, evaluation, clock):
-        """Report an iteration: *.jsonl, TensorBoard, terminal. Learns of signals to other ranks."""
-        args, state, e = self.args, self.state, experience
-        i, N, mask = state.iteration, len(episodes), e.mask
-        cause, advice, signals = diagnosis
-        kls = (e.old_logprobs - e.ref_logprobs).sum(1)  # [N] k1 of each sample, in nats
-        rewards = e.rewards.sum(1)  # [N] without the KL
-        first = mask & (mask.cumsum(1) == 1)  # of each sample
-        seconds = sum(clock.phases.values())
-        sampler_gap = (e.logprobs - e.old_logprobs).abs()
-        row = {
-            "iteration": i,
-            "objective/reward": float(rewards.mean()),
-            "objective/accuracy": sum(episode.success for episode in episodes) / N,
-            "objective/response_tokens": int(mask.sum()) / N,
-            "objective/entropy": -float(masked_mean(e.old_logprobs, mask)),
-            "objective/truncated": sum(episode.stop != "terminated" for episode in episodes) / N,
-            "objective/kl": float(kls.mean()),
-            "objective/reward_model": sum(episode.score for episode in episodes) / N,
-            "critic/explained_variance": explained_variance(e.values[mask], e.mc_returns[mask]),
-            "critic/explained_variance_first": explained_variance(
-                e.values[first], e.mc_returns[first]
-            ),
-            "critic/value_mean": float(masked_mean(e.values, mask)),
-            "critic/return_mean": float(masked_mean(e.mc_returns, mask)),
-            "critic/first_dev": critic_stats[0]["max_value_dev"] if critic_stats else 0.0,
-            "time/iteration": seconds,
-            "perf/peak_memory_bytes": torch.cuda.max_memory_allocated(),
-            "debug/sampler_trainer_logprob_diff": float(masked_mean(sampler_gap, mask)),
-            "ratio/diagnosis": cause,
-            "ratio/steps": actor_stats,
-        }
-        for prefix, numbers in (("ratio", signals), ("eval", evaluation), ("time", clock.phases)):
-            row |= {f"{prefix}/{name}": value for name, value in numbers.items()}
-        for model, steps in (("actor", actor_stats), ("critic", critic_stats)):
-            for name in steps[0] if steps else ():
-                row[f"{model}/{name}"] = sum(step[name] for step in steps) / len(steps)
+    def log(self, metrics: dict, samples: list[dict], mistakes: list[str]):
+        """Report an iteration: *.jsonl, TensorBoard, terminal."""
+        i = self.state.iteration
+        with attempt("write the fields of TrainState as JSON"):  # before the first checkpoint
+            json.dumps(vars(self.state))
         if RANK == 0:
-            self.write(row, episodes, rewards.tolist(), kls.tolist())
-        if cause:
-            self.print_once(f"  ratio: {cause}: {advice}")
-        if cause == "forward_mismatch" and state.actor_steps == len(actor_stats):
-            if args.recompute_old_logprobs:  # else rounding of the sampler may be the reason
-                raise UserError(f"the first ratio of the run is not 1: {advice}")
-        if any(step["skipped"] for step in critic_stats):
-            self.print_once("  critic: steps are skipped, since gradients are not finite")
-        # The first values of the updates must be those of the experience, like the first ratio.
-        rounding = 0.1 if args.dtype == "bfloat16" else 1e-3
-        if row["critic/first_dev"] > rounding * float(e.values.abs().max()):
-            self.print_once(
-                "  critic: its first values are not those of the experience: does make_experience "
-                "change them, or do the updates run another forward? See critic/first_dev."
-            )
+            self.append("metrics", {"iteration": i} | metrics)
+            for name, value in metrics.items():
+                if isinstance(value, int | float):
+                    self.writer.add_scalar(name, value, i)
+            for sample in samples:
+                self.append("completions", {"iteration": i} | sample)
+        if i % max(1, self.args.num_iterations // 5) == 0:
+            print0(f"  {[samples[0]['prompt'], samples[0]['response']]!r:.280}")
         print0(
-            f"{i + 1}/{args.num_iterations}: reward {row['objective/reward']:.3f}, "
-            f"accuracy {row['objective/accuracy']:.1%}, "
-            f"{row['objective/response_tokens']:.1f} tokens, KL {row['objective/kl']:.4f}, "
-            f"approx_kl {row.get('actor/approx_kl', 0.0):.2g}, "
-            f"clipfrac {row.get('actor/clipfrac', 0.0):.3f}, "
-            f"explained {row['critic/explained_variance']:.2f}, {seconds:.2f} s"
+            f"{i + 1}/{self.args.num_iterations}: reward {metrics['objective/reward']:.3f}, "
+            f"accuracy {metrics['objective/accuracy']:.1%}, "
+            f"{metrics['objective/response_tokens']:.1f} tokens, KL {metrics['objective/kl']:.4f}, "
+            f"approx_kl {metrics.get('actor/approx_kl', 0.0):.2g}, "
+            f"clipfrac {metrics.get('actor/clipfrac', 0.0):.3f}, "
+            f"explained {metrics['critic/explained_variance']:.2f}, "
+            f"{metrics['time/iteration']:.2f} s"
         )
-        self.stop_signal = int(all_reduce(self.signal, dist.ReduceOp.MAX))
-
-    def write(self, row: dict, episodes: list[Episode], rewards: list[float], kls: list[float]):
-        """The metrics of an iteration, and some samples of it."""
-        self.append("metrics", row)
-        for name, value in row.items():
-            if isinstance(value, int | float):
-                self.writer.add_scalar(name, value, row["iteration"])
-        samples = []
-        for episode, reward, kl in list(zip(episodes, rewards, kls))[:4]:
-            (_, prompt), *rest = episode.conversation
-            samples.append({
-                "iteration": row["iteration"],
-                "prompt": prompt,
-                "response": "\n".join(text for _, text in rest),  # and what came between
-                "stop": episode.stop,
-                "reward": reward,
-                "n_tokens": sum(episode.mask),
-                "kl": kl,
-            })  # fmt: skip
-            self.append("completions", samples[-1])
-        if self.wandb:
-            data = [list(sample.values()) for sample in samples]
-            self.wandb.log({"completions": self.wandb.Table(list(samples[0]), data)})
-        if row["iteration"] % max(1, self.args.num_iterations // 5) == 0:
-            print0(f"  {[text for _, text in episodes[0].conversation]!r:.280}")
+        for text in mistakes:
+            self.print_once(text)
 
     def append(self, name: str, row: dict):
         """Write a line of JSON, without NaN, Infinity and None."""
@@ -2347,8 +2424,6 @@ class Run:
         if RANK == 0:
             (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2))
             self.writer.close()
-            if self.wandb:
-                self.wandb.finish(exit_code=int(status == "failed"))
 
 
 def checkpoint_tensors(checkpointed: dict) -> dict[str, Tensor]:
@@ -2412,11 +2487,8 @@ def find_checkpoint(args) -> Path | None:
     return Path(args.resume)
 
 
-def resume(args, checkpointed: dict) -> TrainState:
-    """Load the checkpoint, if there is one, into models and optimizers."""
-    path = find_checkpoint(args)
-    if path is None:
-        return TrainState()
+def resume(path: Path, checkpointed: dict, args) -> TrainState:
+    """Load a checkpoint into models and optimizers."""
     with attempt(f"resume from {path}"):
         if not is_complete(path):
             raise ValueError("files are missing, or not as long as they were")
@@ -2435,7 +2507,8 @@ def resume(args, checkpointed: dict) -> TrainState:
 def main():
     sys.path.append(os.getcwd())  # find modules of the user in the working directory, too
     sys.stdout.reconfigure(errors="backslashreplace")  # where it cannot show all characters
-    args = tyro.cli(Args, console_outputs=RANK == 0)
+    text = f"{Args.__doc__} DEFAULTS without and with --model: {DEFAULTS}"
+    args = tyro.cli(Args, description=text, console_outputs=RANK == 0)
     try:
         train(args)
     except UserError as error:

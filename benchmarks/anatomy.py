@@ -18,22 +18,29 @@ from common import ppo_llm
 
 def run(args) -> tuple:
     """The last iteration's episodes and experience, and the run folder."""
-    log, last = ppo_llm.Run.log, []
+    metrics, log, last = ppo_llm.iteration_metrics, ppo_llm.Run.log, {}
 
-    def keep(run, episodes, experience, *rest):
-        last[:] = episodes, experience, run.path
-        log(run, episodes, experience, *rest)
+    def keep(episodes, experience, *rest):
+        last.update(episodes=episodes, experience=experience)
+        return metrics(episodes, experience, *rest)
 
-    with unittest.mock.patch.object(ppo_llm.Run, "log", keep):
+    def keep_folder(run, *rest):
+        last["folder"] = run.path
+        log(run, *rest)
+
+    with (
+        unittest.mock.patch.object(ppo_llm, "iteration_metrics", keep),
+        unittest.mock.patch.object(ppo_llm.Run, "log", keep_folder),
+    ):
         ppo_llm.train(args)
-    return tuple(last)
+    return last["episodes"], last["experience"], last["folder"]
 
 
 @torch.no_grad()
 def columns(args, experience, actor, tokenizer, sample: int) -> dict[str, list]:
     """What belongs to each sampled token of a sample."""
     mb = experience.microbatch(torch.tensor([sample]), "cpu")  # [1, T]
-    newlogprobs, _ = ppo_llm.sampled_logprobs(actor, mb, args.temperature)
+    newlogprobs, _ = actor.sampled_logprobs(mb, args.temperature)
     kl = ppo_llm.kl_estimate(mb.old_logprobs, mb.ref_logprobs, "k1")
     penalty = 0.0 if args.kl_loss else args.kl_coef * kl
     numbers = {

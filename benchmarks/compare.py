@@ -19,9 +19,9 @@ import numpy as np
 RESULTS = Path(__file__).parent / "data" / "reference.jsonl"
 METRICS = (
     "objective/reward", "objective/accuracy", "objective/kl", "objective/entropy", "objective/response_tokens",
-    "actor/approx_kl", "actor/clipfrac", "actor/grad_norm", "ratio/relative_update", "critic/explained_variance",
+    "actor/approx_kl", "actor/clipfrac", "actor/grad_norm", "critic/explained_variance",
     "critic/value_loss", "critic/value_mean")  # fmt: skip
-LOGARITHMIC = ("actor/approx_kl", "actor/grad_norm", "ratio/relative_update", "critic/value_loss")
+LOGARITHMIC = ("actor/approx_kl", "actor/grad_norm", "critic/value_loss")
 MAY_DIFFER = ("seed", "run_name", "log_dir", "resume", "save_every", "eval_every", "eval_episodes", "track",
               "wandb_project", "rollout_slots", "micro_batch_tokens", "compile", "device")  # fmt: skip
 WIDTH = 5.0
@@ -89,12 +89,13 @@ def draw(found: dict, n: int, path: Path):
     except ImportError:
         return print("\nno picture without matplotlib (pip install matplotlib)")
     figure, axes = plt.subplots(3, 4, figsize=(14, 8), layout="constrained")
-    for axis, (name, (curve, mean, width, first)) in zip(axes.flat, found.items(), strict=True):
+    for axis, (name, (curve, mean, width, first)) in zip(axes.flat, found.items(), strict=False):
         x = n * (np.arange(len(mean)) + 0.5)
         axis.fill_between(x, mean - width, mean + width, color="0.85")
         axis.plot(x, mean, color="0.5")
         axis.plot(x[: len(curve)], curve, color="tab:blue" if first is None else "tab:red")
         axis.set_title(f"log {name}" if name in LOGARITHMIC else name, fontsize=9)
+    axes.flat[-1].set_axis_off()
     figure.savefig(path, dpi=100)
 
 

@@ -86,13 +86,14 @@ class HeldOut:
 
 def ours(folder: str, flags: dict, seed: int) -> dict:
     held_out, samplers, rows = HeldOut(folder, flags), [], []
-    build, append = ppo_llm.build_models, ppo_llm.Run.append
+    copy_model, append = ppo_llm.copy_model, ppo_llm.Run.append
     per_iteration = flags["rollout_batch_size"] * flags.get("n_samples_per_prompt", 1)
 
-    def build_models(*args):
-        models = build(*args)
-        samplers.append(models[-1])
-        return models
+    def watched_copy(model, args, sampler=False):
+        copied = copy_model(model, args, sampler)
+        if sampler:
+            samplers.append(copied)
+        return copied
 
     def append_and_evaluate(run, name, row):  # after the clock of an iteration has stopped
         append(run, name, row)
@@ -109,7 +110,7 @@ def ours(folder: str, flags: dict, seed: int) -> dict:
     held_out.add(0, 0.0, ppo_llm.load_hf_checkpoint(folder)[0])
     with (
         tempfile.TemporaryDirectory() as runs,
-        unittest.mock.patch.object(ppo_llm, "build_models", build_models),
+        unittest.mock.patch.object(ppo_llm, "copy_model", watched_copy),
         unittest.mock.patch.object(ppo_llm.Run, "append", append_and_evaluate),
         unittest.mock.patch.object(ppo_llm, "save_hf_checkpoint"),
         contextlib.redirect_stdout(io.StringIO()),
@@ -148,8 +149,8 @@ def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
     import transformers
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    defaults = ppo_llm.Args(model=folder, seed=seed, **flags)
-    ppo_llm.validate(defaults)
+    defaults = ppo_llm.complete(ppo_llm.Args(model=folder, seed=seed, **flags))
+    torch.distributed.destroy_process_group()  # TRL makes its own, if any
     env = ppo_llm.gym.make(flags["env_id"], disable_env_checker=True, **json.loads(defaults.env_kwargs))
     N = defaults.rollout_batch_size
     total = N * defaults.num_iterations

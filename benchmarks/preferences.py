@@ -136,17 +136,17 @@ def make_reward_model(folder: str, count: int) -> None:
 
 def ppo(folder: str, count: int, kl_coef: float, seed: int) -> None:
     name = f"{count}_{kl_coef:g}_{seed}"
-    write = ppo_llm.Run.write
+    metrics = ppo_llm.iteration_metrics
 
-    def look_and_write(run, row, episodes, *rest):  # the true reward is a metric, and nothing else
-        row["objective/true_reward"] = statistics.mean(sentiment(e.conversation[-1][1]) for e in episodes)
-        write(run, row, episodes, *rest)
+    def with_true_reward(episodes, *rest):  # which is a metric, and nothing else
+        true_reward = statistics.mean(sentiment(e.conversation[-1][1]) for e in episodes)
+        return metrics(episodes, *rest) | {"objective/true_reward": true_reward}
 
     flags = FLAGS | dict(model=folder, reward_model=str(FOLDER / f"rm_{count}"), kl_coef=kl_coef, seed=seed)
     flags["critic_model"] = flags["reward_model"]
     flags["env_kwargs"], flags["eval_env_kwargs"] = (
         json.dumps({"path": str(FOLDER / f"prompts_{split}.jsonl")}) for split in ("train", "test"))  # fmt: skip
-    with unittest.mock.patch.object(ppo_llm.Run, "write", look_and_write):
+    with unittest.mock.patch.object(ppo_llm, "iteration_metrics", with_true_reward):
         ppo_llm.train(ppo_llm.Args(log_dir=str(FOLDER), run_name=name, resume="auto", device="cpu", **flags))
     keep = ("objective/kl", "objective/true_reward", "objective/reward_model", "objective/entropy", "time/iteration",
             "critic/explained_variance", "objective/response_tokens")  # fmt: skip

@@ -39,13 +39,13 @@ class Decoder(ppo.Decoder):
         super().step(attend)
 
 
-def waits(sampler, rows, attend):
-    decode_step(sampler, rows, attend)
+def waits(rows, attend):
+    decode_step(rows, attend)
     int(rows.alive.sum())
 
 
-def makes_anew(sampler, rows, attend):
-    decode_step(sampler, rows, attend)
+def makes_anew(rows, attend):
+    decode_step(rows, attend)
     rows.alive = rows.alive.clone()
 
 

@@ -41,17 +41,20 @@ def run(ppo, folder, name, flags, fault=None):
     {"kill": [function, number]} is kill -9 before this call of the function."""
     seen, fault = {"models": {}, "reduced": [], "episodes": [], "code": 0}, fault or {}
     send = lambda signum: lambda *_: os.kill(os.getpid(), signum)
-    build_models, play, reduce = ppo.build_models, ppo.play, DefaultReduceScatter.__call__
+    make_experience, play, reduce = ppo.make_experience, ppo.play, DefaultReduceScatter.__call__
 
-    def models_seen(*args):
-        tokenizer, *models = build_models(*args)
-        for key, model in zip(("actor", "critic", "reference", "sampler"), models):
+    def models_seen(**models):
+        for key, model in models.items():
             p = model.model.norm.weight if model else None
             seen["models"][key] = [type(p).__name__, str(getattr(p, "dtype", None))]
-        return tokenizer, *models
 
-    def episodes_seen(*args):
-        episodes = play(*args)
+    def experience_seen(episodes, actor, critic, reference, *rest):
+        models_seen(actor=actor, critic=critic, reference=reference)
+        return make_experience(episodes, actor, critic, reference, *rest)
+
+    def episodes_seen(decoder, *args):
+        models_seen(sampler=decoder and decoder.sampler)
+        episodes = play(decoder, *args)
         seen["episodes"] += [[e.seed, e.ids, e.mask, e.stop] for e in episodes]
         return episodes
 
@@ -61,7 +64,7 @@ def run(ppo, folder, name, flags, fault=None):
 
     patches = [
         mock.patch.multiple(ppo, SummaryWriter=mock.DEFAULT, SFT_BATCH_SIZE=16),
-        mock.patch.multiple(ppo, build_models=models_seen, play=episodes_seen),
+        mock.patch.multiple(ppo, make_experience=experience_seen, play=episodes_seen),
         mock.patch.object(DefaultReduceScatter, "__call__", reduction_seen),
         # With AdamW's 1e-8, a gradient that is zero but for rounding becomes a first step of up to the learning rate.
         mock.patch.object(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, eps=1e-6)),

@@ -1,7 +1,9 @@
 """Bad input: one line that names flag, file or environment and what is wrong; exit code 2."""
 
+import dataclasses
 import json
 import math
+import re
 import sys
 from unittest import mock
 
@@ -9,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from test_distributed import finish, flags_of, start
-from test_train import SMALL, changed
+from test_train import SMALL, changed, lines
 
 pytestmark = pytest.mark.shared
 
@@ -29,20 +31,17 @@ def refuse(ppo, tmp_path, *parts, begun=False, **flags):
     assert (tmp_path / "runs").exists() == begun
 
 
-OUT_OF_RANGE = {
-    0: "num_iterations rollout_batch_size n_samples_per_prompt rollout_slots max_prompt_tokens max_new_tokens "
-       "ppo_epochs train_batch_size micro_batch_tokens eval_episodes temperature "
-       "clip_low clip_high value_clip target_kl max_grad_norm",
-    -1: "seed critic_epochs sft_steps actor_lr critic_lr entropy_coef kl_coef critic_warmup_iterations "
-        "ref_sync_every gamma truncation_penalty save_every eval_every",
-    1.1: "gamma gae_lambda critic_lambda lr_end clip_low", 0.9: "dual_clip",
-    math.inf: "critic_lr", math.nan: "actor_lr temperature", 2**70: "seed",
-}  # fmt: skip
+def test_numbers_that_are_negative_too_large_or_none(ppo, tmp_path):
+    numbers = [field.name for field in dataclasses.fields(ppo.Args) if re.match("int|float", field.type)]
+    assert len(numbers) > 30
+    others = [("seed", 2**31), ("critic_lr", math.inf), ("gamma", math.nan)]
+    for name, value in [*((name, -1) for name in numbers), *others]:
+        refuse(ppo, tmp_path, f"--{name.replace('_', '-')} {value}: must be from 0 to 2147483647", **{name: value})
 
 
 @pytest.mark.parametrize(("flags", "parts"), [
-    *[({name: value}, [f"--{name.replace('_', '-')} {value}: must be at least"])
-      for value, names in OUT_OF_RANGE.items() for name in names.split()],
+    (dict(train_batch_size=0), ["--train-batch-size 0: must be above 0"]),
+    (dict(temperature=0.0), ["--temperature 0.0: must be above 0"]),
     (dict(resume="auto", run_name=None), ["--resume auto", "--run-name"]),
     (dict(resume="runs/missing"), ["resume from runs/missing"]),
     (dict(ref_sync_every=2), ["--ref-sync-every", "--kl-coef"]),
@@ -50,19 +49,30 @@ OUT_OF_RANGE = {
     (dict(log_dir=__file__), [f"cannot write {__file__}"]),
     *[(dict(device="cuda"), ["cannot use --device cuda: "])][torch.cuda.is_available() :],
 ])  # fmt: skip
-def test_flags_that_are_out_of_range_or_contradict_each_other_or_the_disk(ppo, tmp_path, flags, parts):
+def test_flags_that_contradict_each_other_or_the_disk(ppo, tmp_path, flags, parts):
     refuse(ppo, tmp_path, *parts, **flags)
 
 
 def test_main_prints_one_line_and_of_the_users_code_the_traceback(ppo, tmp_path, capsys):
     patched, raises = mock.patch.object, dict(env_id="environments:Raises-v0")
-    for flags, part, has_traceback in (dict(gamma=1.5), "--gamma 1.5", False), (raises, "out of order", True):
+    for flags, part, has_traceback in (dict(gamma=-1), "--gamma -1.0", False), (raises, "out of order", True):
         argv = [ppo.__file__, *flags_of(log_dir=tmp_path, **flags)]
         with patched(sys, "argv", argv), patched(ppo, "SummaryWriter"), pytest.raises(SystemExit) as end:
             ppo.main()
         first, *rest = capsys.readouterr().err.splitlines()
         assert end.value.code == 2 and first.startswith("error: ") and part in first
         assert any("environments.py" in line for line in rest) == has_traceback == bool(rest)
+
+
+def test_help_shows_the_defaults_that_depend_on_the_model(ppo, capsys):
+    with mock.patch.object(sys, "argv", [ppo.__file__, "--help"]), pytest.raises(SystemExit):
+        ppo.main()
+    assert str(ppo.DEFAULTS) in " ".join(capsys.readouterr().out.split())
+
+
+def test_ctrl_c_is_no_error_of_the_user(ppo):
+    with pytest.raises(KeyboardInterrupt), ppo.attempt("load a model"):
+        raise KeyboardInterrupt
 
 
 def test_a_hung_environment_ends_the_run_and_the_process(ppo, tmp_path):
@@ -147,6 +157,18 @@ def test_rewards_of_a_fork_that_are_not_finite(ppo, tmp_path):
         refuse(ppo, tmp_path, "a reward, or its penalty for the KL, is not finite", begun=True, kl_coef=0.1)
 
 
+def test_a_state_that_is_not_json_is_refused_in_the_first_iteration(ppo, tmp_path):
+    """Not when the first checkpoint is written, an hour later."""
+
+    @dataclasses.dataclass
+    class State(ppo.TrainState):
+        baseline: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(()))
+
+    with mock.patch.object(ppo, "TrainState", State):
+        refuse(ppo, tmp_path, "cannot write the fields of TrainState as JSON: TypeError", begun=True)
+    assert lines(tmp_path / "runs" / "run") == []
+
+
 @pytest.mark.parametrize(("part", "changes"), [
     ("the model has no model.extra", dict(tensors={"model.extra": torch.ones(3)})),
     (f"the files lack {NORM}", dict(tensors={NORM: None})),
@@ -158,7 +180,7 @@ def test_rewards_of_a_fork_that_are_not_finite(ppo, tmp_path):
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0,
         "original_max_position_embeddings": 24}}))],
     ("a vocabulary of 13, the tokenizer needs 14", dict(config={"vocab_size": 13})),
-    ("--max-new-tokens: 24 with the prompt, a model takes 23", dict(config={"max_position_embeddings": 23})),
+    ("--max-new-tokens: 24 with the prompt, ", dict(config={"max_position_embeddings": 23})),
     ("not a folder with a config.json", dict(without="config.json")),
     ("cannot load tokenizer.json", dict(without="tokenizer.json")),
     ("model.safetensors.index.json", dict(without="model.safetensors")),
@@ -167,9 +189,8 @@ def test_rewards_of_a_fork_that_are_not_finite(ppo, tmp_path):
     *[("Field 'eos_token_id'", dict(config={"eos_token_id": x})) for x in (["2"], [[2]], "<eos>")],
 ])  # fmt: skip
 def test_model_that_does_not_fit(ppo, tmp_path, part, changes):
-    path, args = tmp_path / "model", ppo.Args()
-    ppo.validate(args)
-    tokenizer, model = ppo.embedded_model(args, ppo.SortDigits())
+    path = tmp_path / "model"
+    tokenizer, model = ppo.embedded_model(ppo.complete(ppo.Args()), ppo.SortDigits())
     ppo.save_hf_checkpoint(model, tokenizer, path)
     config = json.loads((path / "config.json").read_text()) | changes.get("config", {})
     (path / "config.json").write_text(json.dumps(config))
@@ -177,8 +198,7 @@ def test_model_that_does_not_fit(ppo, tmp_path, part, changes):
     weights = {name: x.detach() for name, x in weights.items() if x is not None}
     safetensors.torch.save_file(weights, path / "model.safetensors")
     (path / changes.get("without", "nothing")).unlink(missing_ok=True)
-    where = path if "--" not in part else ""  # else the flag says where
-    refuse(ppo, tmp_path, where, part, model=str(path), max_prompt_tokens=16, max_new_tokens=8)
+    refuse(ppo, tmp_path, path, part, model=str(path), max_prompt_tokens=16, max_new_tokens=8)
 
 
 JUDGE = """

@@ -14,6 +14,7 @@ import torch
 from distributed_worker import on_call
 from test_distributed import finish, start
 from test_train import SMALL, lines, without_clock
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.shared
 
@@ -109,8 +110,8 @@ def test_moments_are_resumed(ppo, whole, tmp_path, fault):
     path, resume = whole / "checkpoints" / "iter_000002", ppo.resume
     saved, expected = tensors_of(path), tensors_of(whole / "model")
 
-    def resume_and_look(args, checkpointed):
-        state = resume(args, checkpointed)
+    def resume_and_look(path, checkpointed, args):
+        state = resume(path, checkpointed, args)
         for key in ("actor", "critic"):
             model, optimizer = checkpointed[key]
             for name, p in model.named_parameters():
@@ -194,6 +195,24 @@ def test_folders_of_other_names_are_the_users(ppo, copied, tmp_path):
     train(ppo, tmp_path, resume="auto", num_iterations=5)
     names = "iter_000001_best iter_000004 iter_000005 iter_000008 iter_000009.sha256 iter_000009_bad iter_9"
     assert sorted(path.name for path in checkpoints.iterdir()) == names.split()
+
+
+def test_the_handler_of_signals_does_no_operation_of_torch(ppo):
+    """It may interrupt any, also where tensors have no data."""
+    stop = ppo.StopSignals()
+    with FakeTensorMode():
+        signal.raise_signal(signal.SIGTERM)
+    stop.agree()
+    assert stop.number == signal.SIGTERM
+
+
+def test_a_signal_that_comes_while_the_ranks_agree_counts_the_next_time(ppo):
+    stop = ppo.StopSignals()
+    with on_call(ppo, "all_reduce", 1, lambda *_: signal.raise_signal(signal.SIGTERM)):
+        stop.agree()
+    assert (stop.number, stop.received) == (0, signal.SIGTERM)
+    stop.agree()
+    assert stop.number == signal.SIGTERM
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

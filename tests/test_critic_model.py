@@ -42,16 +42,15 @@ def test_it_starts_from_a_classifier_of_another_size_and_its_export_can_be_the_n
 
     exported = tensors_of(run / "critic")
     assert not torch.equal(exported["score.weight"], classifier.score.weight)  # it has learned
-    args = ppo.Args(**flags, critic_model=str(run / "critic"), device="cpu")
-    ppo.connect(args)
-    _, _, critic, *_ = ppo.build_models(args, None)
+    args = ppo.complete(ppo.Args(**flags, critic_model=str(run / "critic"), device="cpu"))
+    critic = ppo.build_critic(*reversed(ppo.build_actor(args, None)), args)
     assert all(torch.equal(x, exported[name]) for name, x in critic.named_parameters())
 
 
 def test_another_vocabulary_is_refused(ppo, flags, tmp_path):
-    tokenizer, model = ppo.embedded_model(ppo.Args(max_prompt_tokens=16, max_new_tokens=8), ppo.SortDigits())
+    tokenizer, model = ppo.embedded_model(ppo.Args(max_prompt_tokens=32, max_new_tokens=40), ppo.SortDigits())
     ppo.save_hf_checkpoint(model, tokenizer, tmp_path / "digits")
-    with pytest.raises(ppo.UserError, match=r"--critic-model \S*digits: has not the actor's vocabulary"):
+    with pytest.raises(ppo.UserError, match=r"^\S*digits: has not the actor's vocabulary"):
         train(ppo, tmp_path, **flags, critic_model=str(tmp_path / "digits"))
 
 

@@ -44,22 +44,28 @@ FAULTS = {  # name: (flags, cause, function of the script, what replaces it)
         dataclasses.replace(episode, mask=[False] * len(episode.ids)) for episode in play(*args)]),
     "dropout in the second iteration": ({}, "forward_mismatch", *in_training(dropout, after=4)),
     "target KL": (dict(target_kl=1e-9), "kl_early_stop"),
+    "no minibatches": ({}, "no_step", "minibatches", lambda minibatches, *args, kept: iter(())),
     "NaN": ({}, "steps_skipped", *in_training(lambda logprobs: logprobs * math.nan)),
     "bfloat16 weights": (
-        dict(actor_lr=1e-6), "bf16_underflow", "build_model", lambda build, config, head, args, kept, **sampler: build(
-            config, head, args, **sampler).to(torch.bfloat16 if head == "lm" else torch.float32)),
+        dict(actor_lr=1e-6), "bf16_underflow", "build_model", lambda build, config, head, *rest, kept: build(
+            config, head, *rest).to(torch.bfloat16 if head == "lm" else torch.float32)),
     "one update": (dict(ppo_epochs=1, train_batch_size=16), "one_update_by_design"),
     "equal advantages": ({}, "advantage_zero", "compute_gae", lambda gae, *args, kept: [0 * x for x in gae(*args)]),
     "gradient of 0": (
-        {}, "no_grad_to_actor", "policy_loss", lambda loss, new, *rest, kept: loss(new.detach() + 0 * new, *rest)),
+        {}, "no_grad_to_actor", "policy_loss", lambda loss, new, *rest, kept, **flags: loss(
+            new.detach() + 0 * new, *rest, **flags)),
     "optimizer over a copy": (
         {}, "optimizer_noop", "make_optimizer", lambda make, model, kept: make(copy.deepcopy(model))),
     "learning rate 0": (dict(actor_lr=0.0), "lr_or_clip_too_small"),
     "tiny learning rate": (dict(actor_lr=1e-9), "lr_or_clip_too_small"),
     "recomputed old log-probs": (
-        {}, "old_logprob_recomputed", "policy_loss", lambda loss, a, b, *rest, kept: loss(a, a.detach(), *rest)),
+        {}, "old_logprob_recomputed", "policy_loss", lambda loss, a, b, *rest, kept, **flags: loss(
+            a, a.detach(), *rest, **flags)),
     "stale forward": ({}, "forward_ignores_update", "sampled_logprobs", stale_forward),
 }  # fmt: skip
+MEASURED = (
+    "bf16_underflow one_update_by_design advantage_zero no_grad_to_actor optimizer_noop lr_or_clip_too_small "
+    "old_logprob_recomputed forward_ignores_update").split()
 MISMATCHES = {  # from the first update on
     "dropout": (dict(target_kl=1e-6), *in_training(dropout)),  # no step is made
     "shifted by one": ({}, *in_training(lambda logprobs: logprobs.roll(1, dims=1))),
@@ -73,15 +79,21 @@ def broken(ppo, folder, flags, function=None, change=None):
     flags = dict(rollout_batch_size=16, train_batch_size=8) | flags
     if function is None:
         return record(ppo, folder, **flags)
-    original = getattr(ppo, function)
-    with mock.patch.object(ppo, function, functools.wraps(original)(functools.partial(change, original, kept={}))):
+    owner = ppo.Transformer if function == "sampled_logprobs" else ppo
+    original, kept = getattr(owner, function), {}
+    replaced = functools.wraps(original)(lambda *args, **more: change(original, *args, kept=kept, **more))
+    with mock.patch.object(owner, function, replaced):
         return record(ppo, folder, **flags)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_in_the_loop_is_named_once(ppo, tmp_path, name):
+    """Only if the ratio does not move, although steps were made, this takes another forward pass."""
     flags, cause, *fault = FAULTS[name]
-    run = broken(ppo, tmp_path, flags, *fault)
+    with mock.patch.object(ppo, "logprobs_of_all", wraps=ppo.logprobs_of_all) as scored:
+        run = broken(ppo, tmp_path, flags, *fault)
+    measured = ["ratio/post_dev" in row for row in run.rows]
+    assert measured[1] == (cause in MEASURED) and scored.call_count == len(run.rows) + sum(measured)
     assert run.rows[1].get("ratio/diagnosis") == cause
     printed = [text for text in run.printed if text.startswith("  ratio: ")]
     assert len(printed) == (cause is not None) and all(f"ratio: {cause}: " in text for text in printed)
@@ -112,7 +124,7 @@ def test_first_values_that_are_not_those_of_the_experience_are_named_once(ppo, t
         return dataclasses.replace(experience, values=values)
 
     with mock.patch.object(ppo, "make_experience", changed(ppo.make_experience, of_first_token)):
-        run = record(ppo, tmp_path, num_iterations=4, dtype=dtype)
+        run = record(ppo, tmp_path, num_iterations=4, dtype=dtype, critic_lr=0.01)
     assert sum("critic: its first values" in text for text in run.printed) == 1
     assert run.rows[0]["critic/first_dev"] == 0  # the head starts at 0: so are all values
     assert all(row["critic/first_dev"] > 1e-3 for row in run.rows[1:])

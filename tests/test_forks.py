@@ -28,7 +28,7 @@ PAIRS = [pair for pair in itertools.combinations(PATCHES, 2) if frozenset(pair) 
 FLAGS = dict(num_iterations=2, rollout_batch_size=8, n_samples_per_prompt=2, train_batch_size=16, max_new_tokens=5,
              sft_steps=0, eval_episodes=2, save_every=1, env_id="environments:Plain-v0", device="cpu", run_name="run",
              kl_coef=0.1)  # fmt: skip
-RECORDED = ("build_models", "play", "make_experience", "minibatches", "policy_loss", "sampled_logprobs")
+RECORDED = ("build_actor", "build_critic", "play", "make_experience", "minibatches", "policy_loss")
 
 
 def apply(patches, folder, script="ppo_llm"):
@@ -124,8 +124,7 @@ def test_adaptive_lambda_gives_every_sample_the_advantages_of_its_own_lambda(tmp
 
 
 def assert_no_critic(ppo, folder):
-    (_, (_, _, critic, *_)), = ppo.calls["build_models"]  # fmt: skip
-    assert critic is None
+    assert not ppo.calls["build_critic"]
     assert {name.split(".")[0] for name in checkpoint(folder, 2)} == {"actor", "reference"}
 
 
@@ -133,11 +132,10 @@ def assert_no_critic(ppo, folder):
 def test_group_normalised(patch, tmp_path):
     ppo, _, folder = run(patch, tmp_path, n_samples_per_prompt=4)
     assert_no_critic(ppo, folder)
-    samples = 2 if "best" in patch else 4
     for e in experiences(ppo):
         rewards = (e.rewards - 0.1 * (e.old_logprobs - e.ref_logprobs)).sum(1)
-        for group in range(0, 8 * samples, samples):
-            rows = slice(group, group + samples)
+        for group in range(0, 8 * 4, 4):
+            rows = slice(group, group + 4)
             expected = (rewards[rows] - rewards[rows].mean()) / (rewards[rows].std() + 1e-4)
             torch.testing.assert_close(e.advantages[rows], expected[:, None] * e.mask[rows], atol=1e-4, rtol=1e-4)
 
@@ -152,12 +150,13 @@ def test_group_normalised_learns_nothing_from_equal_rewards(tmp_path):
 
 def test_best_and_worst(tmp_path):
     ppo, rows, _ = run("best_and_worst", tmp_path, n_samples_per_prompt=4)
-    total = lambda episodes: torch.tensor([sum(e.rewards) for e in episodes])
-    played = [total(episodes).view(8, 4) for _, episodes in ppo.calls["play"] if len(episodes) == 32]
-    trained = [total(episodes).view(8, 2) for (episodes, *_), _ in ppo.calls["make_experience"]]
     assert [len(row["ratio/steps"]) for row in rows] == [2, 2]
-    for every, two in zip(played, trained, strict=True):
+    for row, e, first in zip(rows, experiences(ppo), (0, 4)):
+        (trained, *_), _ = ppo.calls["minibatches"][first]
+        every, two = e.rewards.sum(1).view(8, 4), trained.rewards.sum(1).view(8, 2)
         assert torch.equal(two, torch.stack((every.amin(1), every.amax(1)), dim=1))
+        samples = lambda x: {tuple(ids) for ids in x.tokens.tolist()}
+        assert samples(trained) < samples(e) and row["objective/reward"] == pytest.approx(float(every.mean()))
 
 
 def test_replay_trains_the_previous_rollout_with_its_own_old_logprobs(tmp_path):
@@ -176,9 +175,9 @@ def test_sampler_correction(tmp_path):
     signs = torch.tensor([-1.0, 1.0]).repeat(8)[:, None]  # log-probs of the sampler are by 1 too low, too high, ...
 
     def make_logprobs_wrong(ppo):
-        of = ppo.Experience.of
+        from_episodes = ppo.Experience.from_episodes
         changed = lambda e: dataclasses.replace(e, logprobs=e.logprobs + signs * e.mask)
-        ppo.Experience.of = lambda episodes: changed(of(episodes))
+        ppo.Experience.from_episodes = lambda episodes: changed(from_episodes(episodes))
 
     ppo, rows, _ = run("sampler_correction", tmp_path, make_logprobs_wrong, rollout_is_cap=2.0, ppo_epochs=1)
     e = experiences(ppo)[0]
@@ -190,11 +189,12 @@ def test_sampler_correction(tmp_path):
 
 def test_joint_loss_has_the_gradient_of_both_losses(tmp_path):
     def check_gradients(ppo):
-        step = ppo.optimizer_step
+        step, calls = ppo.optimizer_step, []
+        ppo.Transformer.sampled_logprobs = recorded(ppo.Transformer.sampled_logprobs, calls)
 
         def checked_step(actor, *args):
-            (_, mb, _), _ = ppo.calls["sampled_logprobs"][-1]
-            logprobs, _, values = ppo.sampled_logprobs(actor, mb, 1.0)
+            (_, mb, _), _ = calls[-1]
+            logprobs, _, values = actor.sampled_logprobs(mb, 1.0)
             policy = -(mb.advantages * (logprobs - mb.old_logprobs).exp()).sum() / mb.mask.sum()
             value = 0.5 * (values - mb.returns)[mb.mask].square().mean()
             expected = torch.autograd.grad(policy + 0.5 * value, list(actor.parameters()))
@@ -220,7 +220,8 @@ def test_lora_trains_adapters_alone_and_exports_them_merged(tmp_path):
     weights = {name for name in first if name.startswith(("actor.", "critic.")) and first[name].ndim == 2}
     changed = {name for name in weights if not torch.equal(first[name], second[name])}
     assert changed == {name for name in weights if re.search("|".join(trained), name)}
-    actor, tokens = ppo.calls["build_models"][0][1][1], experiences(ppo)[0].tokens
+    (_, (_, actor)), = ppo.calls["build_actor"]  # fmt: skip
+    tokens = experiences(ppo)[0].tokens
     with torch.no_grad():
         merged = AutoModelForCausalLM.from_pretrained(folder / "model")(tokens).logits
         torch.testing.assert_close(actor(tokens), merged, atol=1e-5, rtol=1e-4)

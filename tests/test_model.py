@@ -146,7 +146,7 @@ def test_forward_with_cache_equals_the_full_forward(ppo, kind, heads):
     model, size, B = random_model(ppo, kind=kind, num_key_value_heads=heads), 40, 3
     tokens, cache = torch.randint(110, (B, size)), ppo.KVCache(model.config, B, size)
     full, everywhere = model(tokens), torch.arange(size).expand(B, size)
-    model(torch.randint(110, (B, size)), everywhere, cache, cache.size, prefill=True)  # an earlier text
+    model.prefill(torch.randint(110, (B, size)), everywhere, cache, cache.size)  # an earlier text
     done = torch.zeros(B, dtype=torch.int64)
     for counts in ([5, 0, 7], [0, 3, 0], [1, 1, 1], [1, 1, 1], [4, 1, 3], [1, 1, 1], [0, 6, 2], [1, 1, 1]):
         counts = torch.tensor(counts)
@@ -155,7 +155,7 @@ def test_forward_with_cache_equals_the_full_forward(ppo, kind, heads):
         for keys, values in cache.layers:
             keys[:, :, attend:size] = values[:, :, attend:size] = math.nan
         new, at = torch.where(real, tokens.gather(1, positions), 0), torch.where(real, positions, cache.scratch)
-        logits = model(new, at, cache, attend)
+        logits = model.decode(new, at, cache, attend)
         for b, n in enumerate(counts.tolist()):
             torch.testing.assert_close(logits[b, :n], full[b, done[b] : done[b] + n], rtol=1e-5, atol=1e-5)
         done += counts

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 from test_distributed import ONE, RUN, finish, flags_of, launch, same_run, saw, start  # noqa: F401
-from test_forks import patched_script, recorded
+from test_forks import patched_script
 from test_train import assert_same_metrics, lines
 
 import ppo_llm
@@ -37,15 +37,23 @@ def patched(tmp_path_factory):
 def placed(folder, name, ranks):
     """Names of the models on each rank."""
     of_ranks = [seen["models"].items() for seen in saw(folder, name, ranks)]
-    return [" ".join(name for name, (kind, _) in models if kind != "NoneType") for models in of_ranks]
+    return [" ".join(sorted(name for name, (kind, _) in models if kind != "NoneType")) for models in of_ranks]
 
 
 def sample_late(monkeypatch):
     """In ppo_llm the sampler now gets weights one iteration late, and the loss is weighed for that."""
-    copy_weights, make_experience, built, handed = ppo_llm.copy_weights, ppo_llm.make_experience, [], []
+    copy_weights, copy_model, make_experience = ppo_llm.copy_weights, ppo_llm.copy_model, ppo_llm.make_experience
+    samplers, handed = [], []
+
+    def make(model, args, sampler=False):
+        copied = copy_model(model, args, sampler)
+        if sampler:
+            samplers.append(copied)
+            copy(model, copied)
+        return copied
 
     def copy(source, target):
-        if not built or target is not built[0][1][-1]:  # the sampler
+        if target not in samplers:
             return copy_weights(source, target)
         handed.append([p.detach().clone() for p in source.parameters()])
         for p, older in zip(target.parameters(), handed[-2:][0]):
@@ -57,8 +65,7 @@ def sample_late(monkeypatch):
         assert len(handed) != 2 or weights.max() > 2  # the weights matter, and so does their limit
         return dataclasses.replace(e, advantages=e.advantages * weights.clamp(max=2))
 
-    build = recorded(ppo_llm.build_models, built)
-    for name, changed in dict(build_models=build, copy_weights=copy, make_experience=weighed).items():
+    for name, changed in dict(copy_model=make, copy_weights=copy, make_experience=weighed).items():
         monkeypatch.setattr(ppo_llm, name, changed)
 
 

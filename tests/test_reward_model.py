@@ -45,7 +45,7 @@ def test_scores_are_those_of_transformers(ppo, tmp_path, family):
         config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": last}))
     args = ppo.Args(reward_model=folder, device="cpu", compile="off", dtype="float32")
     episodes = [ppo.Episode(seed=0, rewards=[0.25, 0.5], conversation=turns) for turns in CONVERSATIONS]
-    ppo.add_scores(episodes, ppo.build_reward_model(args), args)
+    ppo.add_scores(episodes, ppo.frozen_model(folder, "scalar", args), args)
     expected = scores_of_transformers(folder, CONVERSATIONS)
     assert expected.std() > 0.1
     torch.testing.assert_close(torch.tensor([e.score for e in episodes]), expected, rtol=0, atol=1e-5)

@@ -83,7 +83,7 @@ def tokenizer(ppo):
 def test_all_fields_are_aligned_at_the_tokens_own_index(ppo, tokenizer):
     episodes = run(ppo, random_model(ppo, tokenizer), tokenizer, "Lengths", 12, rollout_slots=5)
     assert {episode.stop for episode in episodes} == {"terminated", "length"}
-    e = ppo.Experience.of(episodes)
+    e = ppo.Experience.from_episodes(episodes)
     assert (e.tokens.dtype, e.mask.dtype, e.logprobs.dtype) == (torch.int64, torch.bool, torch.float32)
     for i, (episode, n) in enumerate(zip(episodes, e.lengths.tolist(), strict=True)):
         prompt, response = environments.Lengths.prompts[i % 6], text(episode)
@@ -103,7 +103,7 @@ def test_tokens_and_logprobs_are_those_of_the_training_forward(ppo, tokenizer, e
     actor, args = random_model(ppo, tokenizer), ppo.Args(device="cpu", compile="off")
     for iteration in range(2):
         changes = dict(temperature=temperature, rollout_slots=7)
-        e = ppo.Experience.of(run(ppo, actor, tokenizer, env, 20, None, iteration, **changes))
+        e = ppo.Experience.from_episodes(run(ppo, actor, tokenizer, env, 20, None, iteration, **changes))
         args.temperature = temperature or 1.0
         torch.testing.assert_close(e.logprobs, ppo.logprobs_of_all(actor, e, args), atol=1e-5, rtol=0)
         logprobs = torch.log_softmax(actor(e.tokens)[:, :-1] / args.temperature, dim=-1)  # of tokens[:, 1:]
@@ -133,16 +133,18 @@ def test_two_turns_by_hand(ppo, tokenizer):
 @pytest.mark.shared
 def test_a_turn_adds_to_the_cache_what_is_missing_and_equals_prefilling_all(ppo, tokenizer, monkeypatch):
     actor, decode, added, missing = random_model(ppo, tokenizer), ppo.decode, [], []
+    prefill = actor.prefill
 
-    def watch(model, args, kwargs):
-        if kwargs.get("prefill"):
-            added.append(int(args[1].min()))  # the first position that is written
+    def watch(tokens, positions, *rest):
+        added.append(int(positions.min()))  # the first position that is written
+        return prefill(tokens, positions, *rest)
 
     def everything(decoder, episodes, cached, args):
         missing.append(min(len(episode.ids) for episode in episodes if not episode.stop) - cached)
         decode(decoder, episodes, 0, args)
 
-    actor.register_forward_pre_hook(watch, with_kwargs=True)
+    monkeypatch.setattr(actor, "prefill", watch)
+    monkeypatch.setattr(actor, "decode", lambda *args: actor.lm_head(prefill(*args)))  # is not watched
     roll = lambda: run(ppo, actor, tokenizer, make_envs("Endless", 9, feedback="fade"), 9, max_new_tokens=30)
     episodes, starts = roll(), added.copy()
     monkeypatch.setattr(ppo, "decode", everything)

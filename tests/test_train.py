@@ -44,7 +44,7 @@ def changed(function, change):
     return functools.wraps(function)(lambda *args, **kwargs: change(function(*args, **kwargs)))
 
 
-WATCHED = "build_models make_optimizer play make_experience compute_gae policy_loss value_loss print0".split()
+WATCHED = "make_optimizer play make_experience compute_gae policy_loss value_loss print0".split()
 
 
 def record(ppo, folder, tensorboard=False, **flags):
@@ -55,7 +55,7 @@ def record(ppo, folder, tensorboard=False, **flags):
     """
     calls = collections.defaultdict(list)
     run = types.SimpleNamespace(steps=[], weights=[], calls=calls, folder=folder / flags.get("run_name", "run"))
-    models = lambda: dict(zip(("actor", "critic", "reference"), calls["build_models"][0]["result"][1:]))
+    models = lambda: {key: calls["make_experience"][0][key] for key in ("actor", "critic", "reference")}
 
     def watched(name):
         original = getattr(ppo, name)
@@ -79,12 +79,14 @@ def record(ppo, folder, tensorboard=False, **flags):
     if not tensorboard:  # its files cost more than the run
         patches["SummaryWriter"] = mock.Mock()
     args = ppo.Args(**(SMALL | dict(log_dir=str(folder), run_name="run") | flags))
+    given = dataclasses.replace(args)
     with mock.patch.multiple(ppo, **patches):
         try:
             run.summary = ppo.train(args)
         except SystemExit as end:
             run.code = end.code
-    calls["compute_gae"] = calls["compute_gae"][::3]  # of advantages; others are of returns
+    assert args == given  # the caller's
+    calls["compute_gae"] = calls["compute_gae"][::2]  # of advantages; others are of returns
     run.models, run.rows = models(), lines(run.folder)
     run.printed = [call["text"] for call in calls["print0"]]
     run.experiences, run.episodes = ([call[key] for call in calls["make_experience"]] for key in ("result", "episodes"))
@@ -121,8 +123,7 @@ def assert_same_metrics(rows, others, tolerance=1e-5):
 def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, critic):
     seen = run(**flags)
     names = [name for name, *_ in seen.steps]
-    args = ppo.Args(**(SMALL | flags))
-    ppo.validate(args)
+    args = ppo.complete(ppo.Args(**(SMALL | flags)))
     plan = ppo.plan_steps(args)
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     assert plan.update_steps == samples * args.ppo_epochs / args.train_batch_size
@@ -245,6 +246,27 @@ def test_entropy_bonus_raises_entropy(run):
     assert after["actor/entropy"] > before["actor/entropy"] + 0.05
 
 
+@pytest.mark.parametrize(("coefficient", "skipped"), [(0.0, 0), (0.01, 1)])
+def test_an_entropy_without_a_coefficient_is_not_in_the_loss(ppo, tmp_path, coefficient, skipped):
+    """So one that is NaN, as after a truncation that makes logits -inf, does no harm."""
+    spoiled = changed(ppo.chunk_logprobs, lambda outputs: (outputs[0], outputs[1] * math.nan))
+    with mock.patch.object(ppo, "chunk_logprobs", spoiled):
+        seen = record(ppo, tmp_path, entropy_coef=coefficient)
+    assert [row["actor/skipped"] for row in seen.rows] == [skipped] * 2 and "actor/entropy" not in seen.rows[0]
+
+
+def test_a_fork_may_train_on_no_sample_and_the_log_is_of_all(ppo, tmp_path):
+    minibatches, diagnose, nothing = ppo.minibatches, ppo.diagnose_ratio, torch.arange(0)
+    patches = dict(minibatches=lambda e, *rest: minibatches(e.select(nothing), *rest),
+                   diagnose_ratio=lambda a, b, e, *rest: diagnose(a, b, e.select(nothing), *rest))  # fmt: skip
+    with mock.patch.multiple(ppo, **patches):
+        seen = record(ppo, tmp_path)
+    assert not seen.steps and torch.equal(*(entry["actor"] for entry in seen.weights))
+    for row, episodes in zip(seen.rows, seen.episodes, strict=True):
+        assert row["ratio/steps"] == [] and row["ratio/diagnosis"] in ("empty_mask", "no_step")
+        assert row["objective/response_tokens"] == sum(sum(e.mask) for e in episodes) / 8
+
+
 def test_reference_starts_as_the_actor_and_becomes_it_when_asked(run):
     seen = run(num_iterations=3, kl_coef=0.1, ref_sync_every=2)
     actors, references = ([entry[name] for entry in seen.weights] for name in ("actor", "reference"))
@@ -292,7 +314,7 @@ def test_warm_start_teaches_the_demonstrations_and_their_end(run):
 
 def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_reference(ppo, tmp_path):
     trained = []
-    with on_call(ppo, "sampled_logprobs", 1, lambda _, mb, temperature: trained.extend(mb.mask.sum(1).tolist())):
+    with on_call(ppo.Transformer, "sampled_logprobs", 1, lambda _, mb, t: trained.extend(mb.mask.sum(1).tolist())):
         first = record(ppo, tmp_path, kl_coef=0.1, sft_steps=1, num_iterations=1).weights[0]
     assert trained == [len("fab") + 1] * 16  # and their end
     body = len(first["critic"]) - 64  # without the head
@@ -368,18 +390,15 @@ def test_the_line_of_an_iteration(run):
             assert row[f"actor/{name}"] == pytest.approx(sum(step[name] for step in row["ratio/steps"]) / STEPS)
 
 
-def test_weights_and_biases_gets_flags_metrics_and_completions(ppo, tmp_path):
+def test_weights_and_biases_gets_flags_and_what_tensorboard_gets(ppo, tmp_path):
     """By its own name only, in rank 0, and the run that is resumed is the same. Tried with wandb offline."""
-    wandb = mock.Mock(Table=lambda columns, rows: [dict(zip(columns, row, strict=True)) for row in rows])
+    wandb = mock.Mock()
     with mock.patch.dict(sys.modules, wandb=wandb):
-        seen = record(ppo, tmp_path, track=True, wandb_project="sums", save_every=1)
+        record(ppo, tmp_path, track=True, wandb_project="sums", save_every=1)
         record(ppo, tmp_path, track=True, wandb_project="sums", resume="auto", num_iterations=3)
     first, again = (call.kwargs for call in wandb.init.call_args_list)
     assert first["config"]["train_batch_size"] == SMALL["train_batch_size"] and first["sync_tensorboard"]
     assert (first["project"], first["id"], first["resume"]) == ("sums", "run", "never")
     assert (again["project"], again["id"], again["resume"]) == ("sums", "run", "allow")
-    tables = [call.args[0]["completions"] for call in wandb.log.call_args_list]
-    assert [row for table in tables for row in table] == lines(seen.folder, "completions")
-    assert [call.kwargs for call in wandb.finish.call_args_list] == [{"exit_code": 0}] * 2
     with mock.patch.dict(sys.modules, wandb=None), pytest.raises(ppo.UserError, match=r"Biases for --track: .*wandb"):
         record(ppo, tmp_path / "without", track=True)

@@ -1,6 +1,7 @@
 """The same numbers as transformers, from their folders and from ours: small random models of every family."""
 
 import json
+import types
 
 import pytest
 import tokenizers
@@ -133,7 +134,8 @@ def test_the_training_forward_has_log_probs_entropies_and_gradients_of_transform
     ours, theirs = ppo.load_hf_checkpoint(tmp_path)[0], load_theirs(tmp_path)[0]
     lengths, tokens, weight = torch.tensor([9, 2, 30, 17]), torch.randint(VOCABULARY, (4, 30)), torch.randn(4, 30)
     mask = (torch.arange(30) < lengths[:, None]) & (torch.arange(30) > 0)
-    logprobs, entropies = ours(tokens, packing=ppo.Packing.of(lengths, mask, "cpu"), temperature=0.7)
+    mb = types.SimpleNamespace(tokens=tokens, packing=ppo.Packing.from_lengths(lengths, mask, "cpu"))
+    logprobs, entropies = ours.sampled_logprobs(mb, 0.7)
     expected = torch.zeros(2, 4, 30)
     for row, (length, ids) in enumerate(zip(lengths, tokens)):
         predicted = torch.distributions.Categorical(logits=theirs(ids[None, :length]).logits[0, :-1] / 0.7)

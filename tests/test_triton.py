@@ -47,7 +47,7 @@ def decode(script, device, dtype="float32", layers=1, size=SIZE, rows=3, prompt=
     for i in range(steps):
         decoder.temperature.fill_(0.7 if i < 3 else 1.0)
         decoder.noise_scale.fill_(i < 3)
-        step(decoder.sampler, decoder, ppo.round_up(prompt + i, 16))
+        step(decoder, ppo.round_up(prompt + i, 16))
     return decoder.tokens.cpu(), decoder.logprobs.cpu()
 
 
@@ -65,7 +65,7 @@ def update(script, device, microbatches, dtype="float32", layers=1, size=SIZE, c
         mask = (places > 0) & (places < lengths[:, None])
         everything = ppo.Experience(places * 7 % size[4], mask, mask, mask, lengths)
         mb = everything.microbatch(torch.arange(len(lengths)), device)
-        logprobs, entropies = ppo.sampled_logprobs(model, mb, 0.7)
+        logprobs, entropies = model.sampled_logprobs(mb, 0.7)
         (logprobs.sum() + 0.1 * entropies.sum()).backward()
         results += [x.detach().cpu() for x in (logprobs, entropies, *(p.grad for p in model.parameters()))]
         model.zero_grad()

@@ -295,7 +295,7 @@ def attention():
         actor, _ = random_actor(ppo, shape, dtype, "off")
         experience = one_microbatch(ppo, 512, 200 if TINY else 4096)[0]
         mb = experience.microbatch(torch.arange(len(experience.tokens)), DEVICE)
-        training = kernels(lambda: ppo.sampled_logprobs(actor, mb, 1.0)[0].sum().backward())
+        training = kernels(lambda: actor.sampled_logprobs(mb, 1.0)[0].sum().backward())
         decoder = full_decoder(ppo, random_sampler(ppo, shape, dtype, 0.02), 4 if TINY else 64, "off")
         decoding = kernels(lambda: decoder.step(128))
         names = {}
@@ -370,8 +370,7 @@ def random_sampler(ppo, shape: dict, dtype: str, std: float):
 def random_actor(ppo, shape: dict, dtype: str, compiled: str):
     """A model that trains, sharded on one rank, and its flags."""
     args = ppo.Args(device=DEVICE, dtype=dtype, compile=compiled, actor_lr=1e-6)
-    ppo.validate(args)
-    ppo.connect(args)
+    args = ppo.complete(args)
     actor = ppo.build_model(config_of(ppo, shape), "lm", args)
     random_weights(actor, 0.02)
     return actor, args
@@ -465,7 +464,7 @@ def update():
 
             def both():
                 """As the actor's epochs do it."""
-                logprobs, entropies = ppo.sampled_logprobs(actor, mb, 1.0)
+                logprobs, entropies = actor.sampled_logprobs(mb, 1.0)
                 old, mask = logprobs.detach(), mb.mask
                 loss, _ = ppo.policy_loss(logprobs, old, mask.float(), mask, 0.2, 0.2, None, sampled)
                 (loss - 0.0 * entropies.sum()).backward()
