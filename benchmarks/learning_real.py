@@ -1,6 +1,6 @@
 """A real checkpoint learns: sums of one and of two digits, and cheerful answers for three weights of the KL.
 
-    python benchmarks/smollm2.py DIR
+    python benchmarks/checkpoints.py smollm2 DIR
     python benchmarks/learning_real.py DIR sums 1      # a task of TASKS, a seed: adds to data/learning_real.json
     python benchmarks/learning_real.py DIR largest 1 critic_lr=1e-5    # with other flags
     python benchmarks/learning_real.py DIR "sums, pairs" 1 trl         # in TRL's PPOTrainer (trl.experimental.ppo)

@@ -1,6 +1,6 @@
 """A reward model from preferences, and PPO that drives it too far: learned and true reward over the KL.
 
-    python benchmarks/smollm2.py DIR
+    python benchmarks/checkpoints.py smollm2 DIR
     python benchmarks/preferences.py pairs DIR             # 40 minutes: pairs of answers, compared
     python benchmarks/preferences.py reward-model DIR 300  # 20 minutes: learns from the first 300 pairs
     python benchmarks/preferences.py ppo DIR 300 0.05 1    # 55 minutes: pairs, weight of the KL, seed; can be resumed

