@@ -1,7 +1,8 @@
 """The same run with one process and with several ranks, meshes and placements: how far apart are the numbers?
 
-    python benchmarks/ranks.py         # up to 4 ranks
-    python benchmarks/ranks.py many    # 8 and 16, many more than cores: does it start, agree and end
+    python benchmarks/ranks.py           # up to 4 ranks
+    python benchmarks/ranks.py many      # 8 and 16, many more than cores: does it start, agree and end
+    python benchmarks/ranks.py real DIR  # two, a Hugging Face checkpoint and a few sums
 
 Prints the largest differences from the first run, and seconds.
 Actor and critic are apart in a copy of the script with tests/forks/critic_ranks.patch applied, which adds the flag
@@ -38,6 +39,14 @@ if MANY:
     RUNS = {"1 process": (0, ""), "8 ranks": (8, ""), "8 ranks, 6 + 2": (8, "--critic-ranks 2"), "16 ranks": (16, ""),
             "16 ranks, 12 + 4": (16, "--critic-ranks 4"),
             "16 ranks, activation checkpointing": (16, "--activation-checkpointing")}  # fmt: skip
+if sys.argv[1:2] == ["real"]:
+    RUNS = {"1 process": (0, ""), "2 ranks": (2, "")}
+    FLAGS = (
+        "--env-id benchmarks.tasks:Sums-v0 --num-iterations 2 --rollout-batch-size 8 --train-batch-size 4 "
+        "--micro-batch-tokens 200 --max-prompt-tokens 64 --max-new-tokens 12 --eval-episodes 2 --kl-coef 0.05 "
+        "--entropy-coef 0.01 --save-every 0"
+    ).split()
+    FLAGS += ["--model", sys.argv[2]]
 SKIPPED = ("time/", "perf/")
 
 
