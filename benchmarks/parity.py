@@ -108,7 +108,7 @@ def sampled(folder: str, dtype: str, new: int):
     decoder = ppo_llm.Decoder(sampler, rows, tokenizer.stop_ids, args)
     envs = [common.Prompts(QUESTIONS) for _ in range(rows)]
     episodes = ppo_llm.play(decoder, tokenizer, envs, range(len(QUESTIONS)), 0, args)
-    return args, actor, ppo_llm.Experience.of(episodes)
+    return args, actor, ppo_llm.Experience.from_episodes(episodes)
 
 
 def ratio(folder: str) -> None:
@@ -120,7 +120,7 @@ def ratio(folder: str) -> None:
         new = torch.zeros_like(old)
         for part in torch.randperm(len(old), generator=torch.Generator().manual_seed(0)).split(args.train_batch_size):
             for rows in ppo_llm.microbatches(part, experience.lengths, args.micro_batch_tokens):
-                logprobs, _ = ppo_llm.sampled_logprobs(actor, experience.microbatch(rows, "cpu"), 1.0)  # with gradients
+                logprobs, _ = actor.sampled_logprobs(experience.microbatch(rows, "cpu"), 1.0)  # with gradients
                 new[rows, : logprobs.shape[1]] = logprobs.detach().float()
         deviation = ((new - old).exp() - 1).abs()[mask]
         gap = (old - experience.logprobs).abs()[mask].mean()
@@ -137,7 +137,7 @@ def gradient(folder: str) -> None:
     experience.old_logprobs, experience.advantages = old, advantages * experience.mask
     for part in ppo_llm.microbatches(rows, experience.lengths, args.micro_batch_tokens):
         mb = experience.microbatch(part, "cpu")
-        logprobs, _ = ppo_llm.sampled_logprobs(actor, mb, 1.0)
+        logprobs, _ = actor.sampled_logprobs(mb, 1.0)
         loss, _ = ppo_llm.policy_loss(logprobs, mb.old_logprobs, mb.advantages, mb.mask, 0.2, 0.2, None, n_tokens)
         loss.backward()
     file = Path(f"{folder.rstrip('/')}-1.pt")
