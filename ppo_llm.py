@@ -76,6 +76,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -789,19 +790,20 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Packing:
     """Where the n real tokens of a microbatch [B, T] are, and which m of them were sampled.
 
-    In training a tensor [n, ...] holds one sample after another, without padding. For attention
-    alone queries, keys and values are unpacked to [B, T, ...]. In this example capitals were
-    sampled, and dots are padding:
+    In training a tensor [n, ...] holds one sample after another, without padding. Where there is no
+    kernel for it, queries, keys and values are unpacked to [B, T, ...] for attention. In this
+    example capitals were sampled, and dots are padding:
 
         tokens  [[a b C D]     packed  [a b C D a E]     place    [0 1 2 3 4 5]
                  [a E . .]]    index    0 1 2 3 4 5      position [0 1 2 3 0 1]
-                                                         sampled  [2 3 5]
+                               starts  [0 4 6]           sampled  [2 3 5]
     """
 
     shape: tuple[int, int]
     place: Tensor  # [n] index of each real token in B * T
     position: Tensor  # [n] its index in its sample
     sampled: Tensor  # [m] indices in n of the sampled tokens
+    starts: Tensor  # [B + 1] where in n each sample starts, and the last one ends; int32
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, mask: Tensor, device: str) -> Packing:
@@ -809,7 +811,8 @@ class Packing:
         T = mask.shape[1]
         place = (torch.arange(T) < lengths[:, None]).flatten().nonzero()[:, 0]
         sampled = mask.flatten()[place].nonzero()[:, 0]
-        return cls(mask.shape, *(upload(x, device) for x in (place, place % T, sampled)))
+        starts = F.pad(lengths.cumsum(0), (1, 0)).int()
+        return cls(mask.shape, *(upload(x, device) for x in (place, place % T, sampled, starts)))
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [n, ...]"""
@@ -851,6 +854,16 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(k), cos, sin)
         if cache is not None:
             return self.o_proj(self.attend_to_cache(q, k, v, cache, positions, mask))
+        if packing is not None and q.is_cuda and q.dtype == torch.bfloat16:
+            starts, T = (
+                packing.starts,
+                packing.shape[1],
+            )  # flash attention, of samples of any length
+            causal = (-1, 0)
+            out = varlen_attn(
+                q, k, v, starts, starts, T, T, window_size=causal, enable_gqa=True
+            )  # [n, H, D]
+            return self.o_proj(out.flatten(-2))
         if packing is not None:
             q, k, v = (packing.unpack(x, packing.place) for x in (q, k, v))  # [B, T, ..., D]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or Hkv, T, D]
@@ -1100,6 +1113,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, of_chunk=chunk_logp
     than the model. `of_chunk` may be compiled.
     """
     rows = max(1, (2**26 if hidden.is_cuda else 2**22) // len(weight))
+    rows -= len(hidden) % rows == 1  # torch.compile makes another graph for a chunk of one row
     return ChunkedLogprobs.apply(hidden, weight, targets, temperature, of_chunk, rows)
 
 
@@ -2033,6 +2047,8 @@ def shard(model: Transformer, args):
     model.checkpointing = args.activation_checkpointing
     if args.compile == "on":
         torch._dynamo.config.recompile_limit = 64  # blocks of all models share one piece of code
+        # Otherwise the backward pass of the norms has other kernels for few tokens than for many.
+        torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
         model.of_chunk = compiled(chunk_logprobs)
         for block in model.model.layers:
             block.compile(dynamic=True)

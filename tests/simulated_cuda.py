@@ -207,6 +207,43 @@ def added(mask, q):
     return torch.where(mask, 0.0, torch.scalar_tensor(-torch.inf, dtype=q.dtype, device=q.device))
 
 
+def of_each(starts_q, starts_k, used=None):
+    """Slices of the queries and of the keys of each sample."""
+    ends = starts_k[1:] if used is None else starts_k[:-1] + used
+    rows = zip(starts_q.tolist(), starts_q[1:].tolist(), starts_k.tolist(), ends.tolist(), strict=False)
+    return [(slice(a, b), slice(c, d)) for a, b, c, d in rows]
+
+
+def batched(x, part):
+    return x[part].transpose(0, 1)[None]  # [1, H, T, D]
+
+
+def flash(q, k, v, starts_q, starts_k, max_q, max_k, dropout, is_causal, debug, *, scale=None, seqused_k=None, **more):
+    """Flash attention of samples of different lengths; causal ones have as many queries as keys."""
+    if q.dtype not in (torch.float32, torch.bfloat16) or {starts_q.dtype, starts_k.dtype} != {torch.int32}:
+        raise RuntimeError(f"flash attention of {q.dtype}, {starts_q.dtype}, {starts_k.dtype}")
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = torch.zeros_like(q), q.new_zeros((q.shape[1], len(q)), dtype=torch.float32)
+    for a, b in of_each(starts_q, starts_k, seqused_k):
+        if b.start == b.stop:  # where no kernel has written the lengths
+            continue
+        some, of_some = forward(batched(q, a), batched(k, b), batched(v, b), dropout, is_causal, scale=scale)
+        out[a], lse[:, a] = some[0].transpose(0, 1), of_some[0].reshape(q.shape[1], -1)
+    seed = torch.empty(2, dtype=torch.uint64)
+    return out, lse, seed, seed[0].clone(), q.new_empty(0)
+
+
+def flash_backward(grad, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout, causal, *_, scale=None, **more):
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    for a, b in of_each(starts_q, starts_k):
+        some = [batched(x, p) for x, p in ((grad, a), (q, a), (k, b), (v, b), (out, a))]
+        found = backward(*some, lse[None, :, a].contiguous(), dropout, causal, scale=scale)
+        for gradient, p, x in zip(gradients, (a, b, b), found, strict=True):
+            gradient[p] = x[0].transpose(0, 1)
+    return tuple(gradients)
+
+
 def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, enable_gqa=False):
     if not q.dtype == k.dtype == v.dtype or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
         raise RuntimeError(f"attention of {q.dtype}, {k.dtype}, {v.dtype}, mask {mask if mask is None else mask.dtype}")
@@ -240,6 +277,8 @@ for name, new in ("empty.memory_format", torch.empty), ("empty_strided", torch.e
     libraries["aten"].impl(name, partial(empty, new), "CUDA")
 for key in "CUDA", "AutogradCUDA":
     libraries["aten"].impl("scaled_dot_product_attention", attention, key)
+libraries["aten"].impl("_flash_attention_forward", flash, "CPU")
+libraries["aten"].impl("_flash_attention_backward", flash_backward, "CPU")
 for name in ("allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_ allreduce_coalesced_ "
              "allgather_into_tensor_coalesced_ reduce_scatter_tensor_coalesced_").split():  # fmt: skip
     libraries["c10d"].impl(name, partial(collective, getattr(torch.ops.c10d, name).default), "CUDA")
