@@ -564,9 +564,7 @@ def make_experience(episodes, actor, critic, reference, state, args):
     )  # fmt: skip
 
 
-def minibatches(
-    experience: Experience, epoch: int, state: TrainState, args
-) -> Iterator[tuple[int, list[Experience]]]:
+def minibatches(experience: Experience, epoch: int, state: TrainState, args):
     """Minibatches of one pass over the experience, in a random order.
 
     Yields the sampled tokens of a minibatch on all ranks, the denominator of its losses, and this
@@ -899,6 +897,10 @@ class Packing:
         return self.unpack(x, self.place[self.sampled]).clone()
 
 
+# Before torch 2.12 `varlen_attn` refuses grouped heads.
+HAS_VARLEN = torch.__version__ >= "2.12"
+
+
 class Attention(nn.Module):
     def __init__(self, config: PretrainedConfig, layer: int):
         super().__init__()
@@ -924,15 +926,12 @@ class Attention(nn.Module):
         k = apply_rope(self.k_norm(k), cos, sin)
         if cache is not None:
             return self.o_proj(self.attend_to_cache(q, k, v, cache, positions, mask))
-        if packing is not None and q.is_cuda and q.dtype == torch.bfloat16:
-            starts, T = (
-                packing.starts,
-                packing.shape[1],
-            )  # flash attention, of samples of any length
+        if packing is not None and HAS_VARLEN and q.is_cuda and q.dtype == torch.bfloat16:
+            starts, T = packing.starts, packing.shape[1]
             causal = (-1, 0)
-            out = varlen_attn(
+            out = varlen_attn(  # [n, H, D]
                 q, k, v, starts, starts, T, T, window_size=causal, enable_gqa=True
-            )  # [n, H, D]
+            )
             return self.o_proj(out.flatten(-2))
         if packing is not None:
             q, k, v = (packing.unpack(x, packing.place) for x in (q, k, v))  # [B, T, ..., D]
