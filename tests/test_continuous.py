@@ -94,30 +94,20 @@ def test_rows_go_on_while_an_environment_is_slow(tokenizer, monkeypatch, method)
 
 
 @pytest.mark.parametrize("method", ["reset", "step"])
-def test_an_environment_that_fails_or_hangs_is_one_line(ppo, tokenizer, monkeypatch, method):
+def test_an_environment_that_hangs_is_one_line(ppo, tokenizer, monkeypatch, method):
     """While others play."""
     forever = threading.Event()
 
     class Faulty(TextEnv):
         def reset(self, *, seed=None, options=None):
-            return fault() if seed == 5 and method == "reset" else super().reset(seed=seed)
+            return forever.wait(20) if seed == 5 and method == "reset" else super().reset(seed=seed)
 
         def turn(self, response):
-            return fault() if self.seed == 5 and method == "step" else super().turn(response)
+            return forever.wait(20) if self.seed == 5 and method == "step" else super().turn(response)
 
-    def fault():
-        if forever.wait(0 if raises else 20) or raises:
-            raise RuntimeError("the judge is out of order")
-
-    play = lambda: run(ppo, random_model(ppo, tokenizer), tokenizer, [Faulty() for _ in range(4)], 9, rollout_slots=4)
-    raises = True
-    what = {"reset": "reset the environment with seed 5", "step": "play the episode with seed 5"}[method]
-    with pytest.raises(ppo.CodeError, match=f"cannot {what}: RuntimeError: the judge is out of order"):
-        play()
-    raises = False
     monkeypatch.setattr(ppo, "ENV_TIMEOUT", 0.5)
     with pytest.raises(ppo.UserError, match=r"in 0\.5 seconds"):
-        play()
+        run(ppo, random_model(ppo, tokenizer), tokenizer, [Faulty() for _ in range(4)], 9, rollout_slots=4)
     forever.set()
 
 
