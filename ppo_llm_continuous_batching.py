@@ -1849,7 +1849,7 @@ def diagnose_ratio(actor, sampler, experience, steps, early_stop, state, args) -
     cause = None
     if state.iteration < args.critic_warmup_iterations:
         cause = "critic_warmup"
-    elif not experience.mask.any():
+    elif len(experience.tokens) and not experience.mask.any():
         cause = "empty_mask"
     elif first_dev > (0.05 if args.dtype == "bfloat16" else 1e-4):
         cause = "forward_mismatch"
@@ -1917,7 +1917,7 @@ def find_mistakes(metrics: dict, experience: Experience, args) -> list[str]:
     if metrics.get("critic/skipped"):
         mistakes.append("  critic: steps are skipped, since gradients are not finite")
     # The first values of the updates must be those of the experience, like the first ratio.
-    rounding = 0.1 if args.dtype == "bfloat16" else 1e-3
+    rounding = 0.02 if args.dtype == "bfloat16" else 1e-3
     if metrics["critic/first_dev"] > rounding * float(experience.values.abs().max()):
         mistakes.append(
             "  critic: its first values are not those of the experience: does make_experience "
