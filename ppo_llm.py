@@ -272,8 +272,8 @@ def train(args: Args) -> dict:
     critic = build_critic(actor, tokenizer, args)
     reference = copy_model(actor, args) if args.kl_coef else None
     reward_model = frozen_model(args.reward_model, "scalar", args) if args.reward_model else None
-    # FORK: another frozen model, such as a teacher. `frozen_model` returns it and its tokenizer. If
-    # it reads the actor's ids, call `check_vocabulary`.
+    # FORK: another frozen model, such as a teacher: `frozen_model` returns it and its tokenizer, for
+    # `check_vocabulary` if it reads the actor's ids; then `logprobs_of_all` in make_experience.
     actor_optimizer = make_optimizer(actor)
     critic_optimizer = make_optimizer(critic)
 
@@ -315,8 +315,8 @@ def train(args: Args) -> dict:
         if reward_model:
             add_scores(episodes, reward_model, args)  # to the reward of the last token
         experience = make_experience(episodes, actor, critic, reference, state, args)
-        # FORK: choice of the samples. Rewards and values are logged of all of them. If their number
-        # changes, change plan_steps, too: it counts the optimizer steps over which rates decay.
+        # FORK: choice of the samples. `experience` is logged and stays whole; its rewards are in the
+        # advantages already. plan_steps must know the number of steps, over which rates decay.
         trained = experience  # or experience.select(rows)
         clock.end("score")
 
@@ -393,7 +393,7 @@ def train(args: Args) -> dict:
         metrics = diagnosis | iteration_metrics(
             episodes, experience, actor_stats, critic_stats, evaluation, clock
         )
-        # FORK: numbers of your own, as metrics["mine/number"] = ...
+        # FORK: numbers of your own, as metrics["mine/number"] = float(...)
         run.log(
             metrics, completions(episodes, experience), find_mistakes(metrics, experience, args)
         )
@@ -540,7 +540,8 @@ def make_experience(episodes, actor, critic, reference, state, args):
     # --- Rewards [N, T]: those of environment and reward model, minus the penalties
     rewards = experience.rewards
     # FORK: reward shaping. Every rank does the same, for all samples; `state` says how far the run
-    # is. What is added in place is a part of the logged reward.
+    # is. What is added in place is part of the logged reward. What belongs to a sample goes to its
+    # last token: added to all of its tokens, it would pay for length.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
