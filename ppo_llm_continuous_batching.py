@@ -273,7 +273,7 @@ def train(args: Args) -> dict:
     critic = build_critic(actor, tokenizer, args)
     reference = copy_model(actor, args) if args.kl_coef else None
     reward_model = frozen_model(args.reward_model, "scalar", args) if args.reward_model else None
-    # FORK: another frozen model, such as a teacher: `frozen_model` returns it and its tokenizer, for
+    # FORK: another frozen model, like a teacher: `frozen_model` returns it and its tokenizer, for
     # `check_vocabulary` if it reads the actor's ids; then `logprobs_of_all` in make_experience.
     actor_optimizer = make_optimizer(actor)
     critic_optimizer = make_optimizer(critic)
@@ -316,7 +316,7 @@ def train(args: Args) -> dict:
         if reward_model:
             add_scores(episodes, reward_model, args)  # to the reward of the last token
         experience = make_experience(episodes, actor, critic, reference, state, args)
-        # FORK: choice of the samples. `experience` is logged and stays whole; its rewards are in the
+        # FORK: choice of samples. `experience` is logged and stays whole; its rewards are in the
         # advantages already. plan_steps must know the number of steps, over which rates decay.
         trained = experience  # or experience.select(rows)
         clock.end("score")
@@ -1760,9 +1760,7 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
     }
 
 
-def iteration_metrics(
-    episodes, experience, actor_stats, critic_stats, evaluation, clock
-) -> dict:  # fmt: skip
+def iteration_metrics(episodes, experience, actor_stats, critic_stats, evaluation, clock) -> dict:
     """What is logged of an iteration, but for the ratio's diagnosis."""
     N, e, mask = len(episodes), experience, experience.mask
     first = mask & (mask.cumsum(1) == 1)  # of each sample

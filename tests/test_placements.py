@@ -18,6 +18,7 @@ import ppo_llm
 
 CRITIC = RUN | dict(kl_loss=None)  # the KL is in the rewards, which the ranks of the critic need, too
 AHEAD = CRITIC | dict(eval_every=0, save_every=0, actor_lr=1e-2)
+STILL = dict(num_iterations=1, save_every=0, actor_lr=1e-12)  # the ratio does not move
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,12 @@ def placed(folder, name, ranks):
     """Names of the models on each rank."""
     of_ranks = [seen["models"].items() for seen in saw(folder, name, ranks)]
     return [" ".join(sorted(name for name, (kind, _) in models if kind != "NoneType")) for models in of_ranks]
+
+
+def assert_diagnosed(folder):
+    """Although some ranks have no actor, others no sampler, or a part of it."""
+    [row] = lines(folder / "still")
+    assert row["ratio/diagnosis"] == "lr_or_clip_too_small" and 0 < row["ratio/relative_update"] < 1e-10
 
 
 def sample_late(monkeypatch):
@@ -81,9 +88,11 @@ def test_actor_and_critic_apart_have_the_numbers_of_one_process(ranks, patched, 
     alone = launch(ppo_llm, 1, ("run", CRITIC, None)) / "run"
     run = CRITIC | dict(critic_ranks=ranks // 2)
     resumed = run | dict(resume="run/checkpoints/iter_000002")
-    folder = launch(patched("critic_ranks"), ranks, ("run", run, None), ("resumed", resumed, None))
+    plan = ("run", run, None), ("resumed", resumed, None), ("still", run | STILL, None)
+    folder = launch(patched("critic_ranks"), ranks, *plan)
     same_run(folder / "run", alone)
     same_run(folder / "resumed", alone, after=2)
+    assert_diagnosed(folder)
     assert placed(folder, "run", ranks)[:: ranks - 1] == ["actor reference sampler", "critic sampler"]
 
 
@@ -93,12 +102,13 @@ def test_rollout_ranks_sample_one_iteration_ahead(ranks, players, patched, launc
     flags = AHEAD | dict(rollout_ranks=players)
     saved = flags | dict(num_iterations=4, save_every=2)
     folder = launch(
-        patched("rollout_ranks"), ranks, ("run", flags, None), ("saved", saved, None),
+        patched("rollout_ranks"), ranks, ("run", flags, None), ("saved", saved, None), ("still", flags | STILL, None),
         ("resumed", saved | dict(resume="saved/checkpoints/iter_000002"), None),
         ("stopped", saved | dict(save_every=9), {"signal": 0}))  # fmt: skip
     sample_late(monkeypatch)
     assert_same_metrics(lines(folder / "run"), lines(launch(ppo_llm, 1, ("late", AHEAD, None)) / "late"))
     same_run(folder / "resumed", folder / "saved", after=2)
+    assert_diagnosed(folder)
     assert [seen["code"] for seen in saw(folder, "stopped", ranks)] == [143] * ranks
     assert [path.name for path in (folder / "stopped" / "checkpoints").iterdir()] == ["iter_000003"]
     assert placed(folder, "run", ranks)[-2:] == ["actor critic reference" if players == 1 else "sampler", "sampler"]
@@ -119,9 +129,11 @@ def test_two_ranks_share_a_sampler(patched, launch):
     ppo = patched("tensor_parallel_sampler")
     with open(ppo.__file__, "a") as file:
         file.write(NOTED)
-    folder = launch(ppo, 2, ("run", CRITIC | dict(sampler_ranks=2), None))
+    run = CRITIC | dict(sampler_ranks=2)
+    folder = launch(ppo, 2, ("run", run, None), ("still", run | STILL, None))
     alone = launch(ppo_llm, 1, ("run", CRITIC, None))
     same_run(folder / "run", alone / "run")
+    assert_diagnosed(folder)
     assert saw(folder, "run")[1]["episodes"] == saw(alone, "run", 1)[0]["episodes"]
     assert [file.name for file in folder.glob("rank*")] == ["rank 0 asks"]  # one asks for both
     assert [json.loads((folder / f"shape {rank}").read_text()) for rank in (0, 1)] == [[128 / 2, 64]] * 2
