@@ -1,10 +1,10 @@
-"""Environments: sums, the largest of four numbers, cheerful answers; and, for the built-in model, dense rewards.
+"""Environments: sums, products, the largest of four numbers, cheerful answers; for the built-in model dense rewards.
 
     python ppo_llm.py --model DIR --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{"split": "test"}' ...
     python ppo_llm.py --env-id benchmarks.tasks:Dense-v0 --max-new-tokens 7 --gamma 0.5    # each right digit at once
     python ppo_llm.py --env-id benchmarks.tasks:AtEnd-v0 --max-new-tokens 7                # all with the last token
 
-The first three are for a small instruct model, which answers once; prompts of split="test" are held out. The others
+The first four are for a small instruct model, which answers once; prompts of split="test" are held out. The others
 take two minutes.
 """
 
@@ -55,6 +55,21 @@ class Sums(gym.Env):
         if self.partial and number != right and len(number) == len(right):
             reward = sum(map(str.__eq__, number, right)) / len(right) / 2
         return "", reward, True, False, {"success": number == right}
+
+
+class Products(gym.Env):
+    """Prompts "What is 47 * 8? ...", reward 1 if the last number of the answer is it."""
+
+    def __init__(self, split: str = "train"):
+        self.rows = split_rows([(a, b) for a in range(10, 100) for b in range(2, 10)], split)
+
+    def reset(self, *, seed=None, options=None):
+        self.a, self.b = self.rows[(seed or 0) % len(self.rows)]
+        return f"What is {self.a} * {self.b}? Answer with the number alone.", {}
+
+    def step(self, response):
+        numbers = re.findall(r"\d+", response.replace(",", ""))
+        return "", float(bool(numbers) and int(numbers[-1]) == self.a * self.b), True, False, {}
 
 
 class Largest(gym.Env):
@@ -123,6 +138,7 @@ class Sequences(gym.Env):
 
 
 gym.register("Sums-v0", entry_point=Sums)
+gym.register("Products-v0", entry_point=Products)
 gym.register("Largest-v0", entry_point=Largest)
 gym.register("Cheerful-v0", entry_point=Cheerful)
 gym.register("Dense-v0", entry_point=Sequences, kwargs={"dense": True})
