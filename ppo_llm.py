@@ -13,9 +13,10 @@ Part I is PPO (https://arxiv.org/abs/1707.06347), to be read from top to bottom:
 Models. The actor is the policy that is trained. Old log-probs are, by default, the actor's from
 before the updates of an iteration. The critic predicts the reward that is still to come: it starts
 as a copy of the actor with a scalar head of zeros, or from --critic-model, and learns the returns
-of GAE. The reference is the actor as it was when PPO began, or at the last sync. The optional
-reward model is a frozen classifier. The sampler, an unsharded copy of the actor on every rank,
-generates text; it gets the actor's new weights at the end of each iteration.
+of GAE (unwhitened advantages plus values). The reference is the actor as it was when PPO began,
+after any warm start, or at the last sync. The optional reward model is a frozen classifier. The
+sampler, an unsharded copy of the actor on every rank, generates text; it gets the actor's new
+weights at the end of each iteration.
 
 Layout. A sample is an episode: a prompt and a response, perhaps followed by more turns. It is a row
 of tensors [N, T] or [B, T] that starts at index 0 and is padded on the right. What belongs to a
@@ -30,8 +31,8 @@ Dimensions: N samples of a rollout, B rows of a microbatch or of the decoder, T 
 tokens that a row may have, V vocabulary, H and Hkv heads, D head size. A minibatch is the data of
 an optimizer step, a microbatch (`mb`) that of a forward and backward pass. All ranks (processes of
 torchrun) hold the same experience; each plays a share of the episodes and computes a share of every
-minibatch. Losses are sums over a share, divided by the sampled tokens of the whole minibatch, and
-gradients are summed over the ranks: on the same experience they are those of one rank.
+minibatch. Losses are sums over a share, divided by the number of sampled tokens of the whole
+minibatch, and gradients are summed over the ranks: they are those that one rank alone would get.
 `# FORK:` marks where forks change the algorithm.
 """
 
@@ -126,7 +127,7 @@ class Args:
     n_samples_per_prompt: int = 1  # responses to each prompt
     rollout_slots: int = 256  # samples that a rank decodes at the same time, at most
     max_prompt_tokens: int | None = None  # longer prompts are an error; default: see DEFAULTS
-    max_new_tokens: int | None = None  # after the prompt, of all turns; default: see DEFAULTS
+    max_new_tokens: int | None = None  # of all turns and replies; default: see DEFAULTS
     temperature: float = 1.0  # divides the logits in rollouts, and in all log-probs of PPO
     # old log-probs are those of the actor; --no-recompute-old-logprobs: those of the sampler
     recompute_old_logprobs: bool = True
@@ -141,7 +142,7 @@ class Args:
     actor_lr: float | None = None  # default: see DEFAULTS
     critic_lr: float | None = None  # default: 0.064 / hidden_size of the critic
     lr_end: float = 0.05  # learning rates decay linearly to this fraction of them
-    # iterations in which only the critic trains; the actor's learning rate decays over the others
+    # first iterations, of the critic alone; its rate decays over all, the actor's over the others
     critic_warmup_iterations: int = 0
     max_grad_norm: float = 1.0  # maximum norm for gradient clipping
 
@@ -179,7 +180,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere.
 
-    1e-8 keeps the scale finite if all x are equal.
+    1e-8 keeps the scale finite where x hardly varies.
     """
     centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
@@ -224,9 +225,9 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate of PPO (https://arxiv.org/abs/1707.06347, eq. 7) as a loss.
 
-    dual_clip: https://arxiv.org/abs/1912.09729, eq. 5. Loss and statistics are sums over the mask
-    divided by `denom`, the sampled tokens of the whole minibatch, so that losses, statistics
-    and gradients of its microbatches add up.
+    With recomputed old log-probs the ratio is 1 in the first minibatch, up to rounding. Loss and
+    statistics are sums over the mask divided by `denom`, the sampled tokens of the whole minibatch:
+    those of its microbatches add up. dual_clip: https://arxiv.org/abs/1912.09729, eq. 5.
     """
     advantages = torch.where(mask, advantages, 0.0)
     logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)  # exp stays finite
@@ -246,7 +247,7 @@ def policy_loss(
 
 
 def value_loss(values, old_values, returns, mask, clip, denom) -> Tensor:
-    """0.5 * max((V - R)^2, (clipped V - R)^2), summed over the mask and divided by `denom`."""
+    """0.5 * (V - R)^2, or with `clip` 0.5 * max((V - R)^2, (clipped V - R)^2), over `denom`."""
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     losses = (values - returns).square()
     if clip is not None:
@@ -264,7 +265,7 @@ def train(args: Args) -> dict:
     envs = make_envs(args)
     eval_envs = make_envs(args, evaluation=True)
 
-    # --- Models. A new run begins with the warm start, whose result critic and reference copy.
+    # --- Models. In a new run the warm start (--sft-steps) comes before the copies of the actor.
     resumed = find_checkpoint(args)  # None in a new run
     tokenizer, actor = build_actor(args, envs[0])
     if not resumed:
@@ -272,8 +273,8 @@ def train(args: Args) -> dict:
     critic = build_critic(actor, tokenizer, args)
     reference = copy_model(actor, args) if args.kl_coef else None
     reward_model = frozen_model(args.reward_model, "scalar", args) if args.reward_model else None
-    # FORK: another frozen model, like a teacher: `frozen_model` returns it and its tokenizer, for
-    # `check_vocabulary` if it reads the actor's ids; then `logprobs_of_all` in make_experience.
+    # FORK: another frozen model, like a teacher: `frozen_model` returns it and its tokenizer. If it
+    # reads the actor's ids, call `check_vocabulary`. make_experience scores by `logprobs_of_all`.
     actor_optimizer = make_optimizer(actor)
     critic_optimizer = make_optimizer(critic)
 
@@ -283,7 +284,7 @@ def train(args: Args) -> dict:
         "critic": (critic, critic_optimizer),
         "reference": (reference, None),
     }
-    state = resume(resumed, checkpointed, args) if resumed else TrainState()
+    state = resume(resumed, checkpointed, args) if resumed else TrainState()  # steps done
     sampler = copy_model(actor, args, sampler=True)
     plan = plan_steps(args)
     run = Run(args, state)
@@ -304,7 +305,7 @@ def train(args: Args) -> dict:
             print0(f"after {state.iteration} iterations: {evaluation}")
         clock.end("evaluation")
 
-        # --- Rollout: every rank plays a share of the episodes and gets those of all.
+        # --- Rollout: a rank plays a share of the episodes, and gets all. A seed names a prompt.
         first = first_prompt(args) + state.iteration * args.rollout_batch_size
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
@@ -315,8 +316,8 @@ def train(args: Args) -> dict:
         if reward_model:
             add_scores(episodes, reward_model, args)  # to the reward of the last token
         experience = make_experience(episodes, actor, critic, reference, state, args)
-        # FORK: choice of samples. `experience` is logged and stays whole; its rewards are in the
-        # advantages already. plan_steps must know the number of steps, over which rates decay.
+        # FORK: choice of samples. `experience` is logged and stays whole; rewards changed here are
+        # not learned. plan_steps must know the number of steps, over which rates decay.
         trained = experience  # or experience.select(rows)
         clock.end("score")
 
@@ -332,7 +333,7 @@ def train(args: Args) -> dict:
                         newvalues, mb.values, mb.returns, mb.mask, args.value_clip, denom=n_tokens
                     )
                     # Gradients add up over the microbatches, and `shard` makes FSDP sum those of
-                    # the ranks: the result is that of the mean over the minibatch's sampled tokens.
+                    # the ranks: the sum is the gradient of the minibatch's mean loss per token.
                     v_loss.backward()
                     # 0 up to rounding in the first minibatch of an iteration, like |ratio - 1|
                     value_dev = ((newvalues - mb.values) * mb.mask).abs().sum() / n_tokens
@@ -383,7 +384,7 @@ def train(args: Args) -> dict:
                 break
         clock.end("actor")
 
-        # --- New weights for sampler and reference, log, checkpoint
+        # --- Diagnosis, which may compare actor and old sampler; new weights; log; checkpoint
         diagnosis = diagnose_ratio(actor, sampler, trained, actor_stats, early_stop, state, args)
         copy_weights(actor, sampler)
         # FORK: what the next iteration gets from this one, in fields of `state`.
@@ -446,7 +447,7 @@ class Experience:
     tokens: Tensor  # [N, T], as all tensors that follow but lengths
     mask: Tensor  # bool: sampled, not given; log-probs, values etc. are 0 where it is False
     logprobs: Tensor  # the sampler's, not the actor's
-    rewards: Tensor
+    rewards: Tensor  # with penalties, without the KL
     lengths: Tensor  # [N] tokens without padding
     # What follows is filled in by `make_experience`.
     old_logprobs: Tensor | None = None
@@ -455,7 +456,7 @@ class Experience:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     advantage_std: float = 0.0  # before whitening
-    packing: Packing | None = None  # of a microbatch: where its tokens are, without padding
+    packing: Packing | None = None  # filled in by `microbatch`: where its tokens are
 
     @classmethod
     def from_episodes(cls, episodes: list[Episode]) -> Experience:
@@ -520,7 +521,7 @@ def forward_all(function: Callable, experience: Experience, args) -> Tensor:
 
 
 def logprobs_of_all(model: Transformer, experience: Experience, args) -> Tensor:
-    """[N, T] by the method that the updates call: the first ratio is 1 up to rounding."""
+    """[N, T] by the method of the updates, in other microbatches: the first ratio is nearly 1."""
     logprobs = lambda mb: model.sampled_logprobs(mb, args.temperature)[0]
     return forward_all(logprobs, experience, args)
 
@@ -545,7 +546,7 @@ def make_experience(episodes, actor, critic, reference, state, args):
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
-    if not args.kl_loss:  # not in place: the logged reward is without the KL
+    if not args.kl_loss:  # else it is in the loss. Not in place: it is not in the logged reward.
         rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
     if not rewards.isfinite().all():
         raise UserError("a reward, or its penalty for the KL, is not finite")
@@ -567,8 +568,8 @@ def make_experience(episodes, actor, critic, reference, state, args):
 def minibatches(experience: Experience, epoch: int, state: TrainState, args):
     """Minibatches of one pass over the experience, in a random order.
 
-    Yields the sampled tokens of a minibatch on all ranks, the denominator of its losses, and this
-    rank's microbatches.
+    Yields the number of sampled tokens on all ranks, the denominator of the losses, and this rank's
+    microbatches.
     """
     # A function of (seed, iteration, epoch), so that a resumed run has the same orders.
     seed = ((args.seed * 1_000_003 + state.iteration) * 1_000_003 + epoch) % 2**63
@@ -600,7 +601,7 @@ class Episode:
     conversation: list[tuple[str, str]] = field(default_factory=list)  # (role, text)
     prompt_length: int = 0
     # "" while it goes on; then "terminated" or "truncated" by the environment, or "length":
-    # --max-new-tokens cut its last response, or left no room for another turn
+    # --max-new-tokens cut its last response, or left no room for another turn. It trains as others.
     stop: str = ""
     # info["success"] of the last step, or whether the environment's rewards are above 0 in sum
     success: bool = False
@@ -630,7 +631,7 @@ class Episode:
         response = tokenizer.decode(ids)
         text, reward, terminated, truncated, info = env.step(response)
         self.conversation.append(("assistant", response))
-        # `end` counts characters: the reward goes to the token that completes response[:end].
+        # [(end, reward), ...]: the token that completes response[:end] earns the reward.
         for index, part in dense_rewards(info.get("rewards", ()), ids, tokenizer):
             self.rewards[start + index] += part
         if not hasattr(reward, "__float__"):
@@ -665,8 +666,8 @@ def decode_step(decoder: Decoder, attend: int):
     inputs = decoder.tokens.gather(1, position)
     logits = decoder.sampler.decode(inputs, position, decoder.cache, attend)[:, 0]  # [B, V]
     # FORK: sampling. With top-p or top-k record the log-probs of the filtered policy, and weigh the
-    # loss by exp(old - recorded), as sampler_correction.patch does. Do not filter old and new
-    # log-probs: after an update a sampled token may be one that the filter removes.
+    # loss by exp(old - recorded), as tests/forks/sampler_correction.patch does. Do not filter old
+    # and new log-probs: after an update a sampled token may be one that the filter removes.
     logprobs = F.log_softmax(logits.float() / decoder.temperature, dim=-1)
     # The argmax of log-probs plus Gumbel noise is a sample. The scale of the noise is 0 if greedy.
     noise = gumbel_noise(decoder.keys, decoder.length, logits.shape[1])  # [B, V]
@@ -819,7 +820,7 @@ class Packing:
 
     def unpack(self, x: Tensor, place: Tensor) -> Tensor:
         """[k, ...] at the indices `place` [k] of B * T -> [B, T, ...], 0 elsewhere"""
-        blank = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
+        blank = x.new_zeros(math.prod(self.shape), *x.shape[1:])
         return blank.index_copy(0, place, x).unflatten(0, self.shape)
 
     def unpack_sampled(self, x: Tensor) -> Tensor:
@@ -859,9 +860,8 @@ class Attention(nn.Module):
             return self.o_proj(self.attend_to_cache(q, k, v, cache, positions, mask))
         if packing is not None and HAS_VARLEN and q.is_cuda and q.dtype == torch.bfloat16:
             starts, T = packing.starts, packing.shape[1]
-            causal = (-1, 0)
-            out = varlen_attn(  # [n, H, D]
-                q, k, v, starts, starts, T, T, window_size=causal, enable_gqa=True
+            out = varlen_attn(  # [n, H, D]; the window is causal
+                q, k, v, starts, starts, T, T, window_size=(-1, 0), enable_gqa=True
             )
             return self.o_proj(out.flatten(-2))
         if packing is not None:
@@ -987,8 +987,8 @@ class Transformer(nn.Module):
     def hidden_states(self, tokens, positions, packing=None, cache=None, mask=None) -> Tensor:
         """The input of the head, [..., hidden], for tokens [B, T] or, with a packing, [n]."""
         angles = positions[..., None, None].float() * self.rope  # [..., 1, D / 2]
+        angles = torch.cat((-angles, angles), dim=-1)  # negates the first half of sin, not of cos
         cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         x = self.model.embed_tokens(tokens)
         for block in self.model.layers:
             if self.checkpointing and torch.is_grad_enabled():
@@ -1135,8 +1135,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         for h, t in zip(hidden.split(rows), targets.split(rows)):
             h = h.detach().requires_grad_()
             with torch.enable_grad():
-                logprobs, entropies = of_chunk(h, weight, t, temperature)
-            outputs.append((logprobs.detach(), entropies.detach()))
+                outputs.append([x.detach() for x in of_chunk(h, weight, t, temperature)])
         logprobs, entropies = zip(*outputs)
         return torch.cat(logprobs), torch.cat(entropies)
 
@@ -1195,11 +1194,15 @@ def read_json(path: Path):
     return json.loads(path.read_text("utf-8"))
 
 
+def write_json(path: Path, content: dict):
+    path.write_text(json.dumps(content, indent=2))
+
+
 class HFTokenizer:
     """Text <-> ids, chat template and stop ids of a Hugging Face folder."""
 
     def __init__(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None):
-        self.folder = Path(folder).absolute()
+        self.folder = Path(folder)
         with attempt(f"load tokenizer.json and tokenizer_config.json of {folder}"):
             self.hf = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder)
             stop_ids = {self.hf.eos_token_id}
@@ -1292,13 +1295,11 @@ HUB_FILES = [
 ]
 
 
-def locate_model(name: str | None) -> str | None:
+def locate_model(name: str) -> str:
     """The absolute folder of a model that is named by a folder, or by a repository of the Hub.
 
     Locks of the Hub's cache make one process of a node download, and the others wait.
     """
-    if not name:
-        return None
     if not Path(name).is_dir():
         repository, _, revision = name.partition("@")
         with attempt(f"find a folder {name}, or this repository on the Hub"):
@@ -1309,8 +1310,6 @@ def locate_model(name: str | None) -> str | None:
 
 
 def load_config(folder: str) -> PretrainedConfig:
-    if not Path(folder, "config.json").is_file():  # transformers would look for it on the Hub
-        raise UserError(f"{folder}: not a folder with a config.json")
     with attempt(f"use {folder}/config.json"):
         return check_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
@@ -1322,8 +1321,10 @@ def load_config_and_tokenizer(folder: str, positions=0) -> tuple[PretrainedConfi
     if positions > (most := config.max_position_embeddings):
         raise UserError(f"--max-new-tokens: {positions} with the prompt, {folder} takes {most}")
     if tokenizer.vocab_size > config.vocab_size:
-        sizes = f"a vocabulary of {config.vocab_size}, the tokenizer needs {tokenizer.vocab_size}"
-        raise UserError(f"{folder}: {sizes}")
+        raise UserError(
+            f"{folder}: a vocabulary of {config.vocab_size}, "
+            f"the tokenizer needs {tokenizer.vocab_size}"
+        )
     return config, tokenizer
 
 
@@ -1381,14 +1382,16 @@ def assign(p: Tensor, whole: Tensor, name: str):
     """Copy a whole tensor into one that may be sharded."""
     if p.shape != whole.shape:
         raise ValueError(f"{name} is {list(whole.shape)}, in the model {list(p.shape)}")
-    whole = whole.to(p.device, p.dtype)
     if isinstance(p, DTensor):
         whole = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
     p.copy_(whole)
 
 
 def copy_weights(source: Transformer, target: Transformer):
-    """Copy all weights but the head, if the models have different ones. Either may be sharded."""
+    """Copy all weights but the head, if the models have different ones. Either may be sharded.
+
+    One parameter after another is gathered on all ranks and copied in place.
+    """
     sources = dict(source.named_parameters())
     for name, p in target.named_parameters():
         if name in sources:
@@ -1406,7 +1409,7 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
     for name, p in model.named_parameters():
         whole = full_tensor(p.detach())  # a collective call
         if RANK == 0:
-            weights[name] = whole.cpu().contiguous()
+            weights[name] = whole.cpu()
     if RANK == 0:
         config = copy.deepcopy(model.config)
         config.dtype = weights["model.norm.weight"].dtype
@@ -1434,12 +1437,13 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
             config.save_pretrained(path)
             for name, changes in names.items():
                 file = path / f"{name}.json"
-                file.write_text(json.dumps(read_json(file) | changes, indent=2))
+                write_json(file, read_json(file) | changes)
             generation_config = tokenizer.folder / "generation_config.json"
             if generation_config.is_file():
                 shutil.copy(generation_config, path)
-            file = path / "model.safetensors"
-            safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
+            safetensors.torch.save_file(
+                weights, path / "model.safetensors", metadata={"format": "pt"}
+            )
             print0(f"saved {path}")
     if dist.is_initialized():
         dist.barrier()
@@ -1547,7 +1551,7 @@ class Prompts(gym.Env):
 
 
 def parse_number(text: str) -> float | None:
-    r"""The last `#### number` or `\boxed{number}`, without dollar signs and thousands separators."""
+    r"""The last `#### number` or `\boxed{number}`, without dollar signs and thousands commas."""
     found = re.findall(r"(?:####|\\boxed\{)[\s$\\]*((?:-[\s$\\]*)?[\d,]*\.?\d+)", text)
     return float(re.sub(r"[\s$,\\]", "", found[-1])) if found else None
 
@@ -1767,14 +1771,15 @@ def diagnose_ratio(actor, sampler, experience, steps, early_stop, state, args) -
     Only then it has a cost. Comes before the sampler gets the new weights.
     """
     measured = steps or [early_stop or {"ratio_dev": 0.0}]
-    signals = {
-        "first_dev": measured[0]["ratio_dev"],  # mean |ratio - 1| of the first minibatch,
-        "last_dev": measured[-1]["ratio_dev"],  # and of the last one
-        "advantage_std": experience.advantage_std,
+    first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch,
+    last_dev = measured[-1]["ratio_dev"]  # and of the last one
+    metrics = {
+        "ratio/first_dev": first_dev,
+        "ratio/last_dev": last_dev,
+        "ratio/advantage_std": experience.advantage_std,
     }
-    first_dev = signals["first_dev"]
     noise = 2 * max(first_dev, 1e-7)  # of rounding
-    moved = signals["last_dev"] > noise
+    moved = last_dev > noise
     cause = None
     if state.iteration < args.critic_warmup_iterations:
         cause = "critic_warmup"
@@ -1784,8 +1789,10 @@ def diagnose_ratio(actor, sampler, experience, steps, early_stop, state, args) -
         cause = "forward_mismatch"
         # The sampler's log-probs may differ by rounding, in bfloat16 by more than this.
         if args.recompute_old_logprobs and state.actor_steps == len(steps):
-            what = f"the first ratio of the run is not 1: |ratio - 1| is {first_dev:.2g} on average"
-            raise UserError(f"{what}: {ADVICE[cause]}")
+            raise UserError(
+                f"the first ratio of the run is not 1: |ratio - 1| is {first_dev:.2g} on average: "
+                f"{ADVICE[cause]}"
+            )
     elif early_stop and not moved:
         cause = "kl_early_stop"
     elif not steps:
@@ -1794,8 +1801,8 @@ def diagnose_ratio(actor, sampler, experience, steps, early_stop, state, args) -
         cause = "steps_skipped"
     elif not moved:
         cause, updates = diagnose_updates(actor, sampler, experience, steps, noise, args)
-        signals |= updates
-    return {f"ratio/{name}": x for name, x in signals.items()} | {"ratio/diagnosis": cause}
+        metrics |= updates
+    return metrics | {"ratio/diagnosis": cause}
 
 
 def some_weights(model: Transformer) -> Tensor:
@@ -1834,25 +1841,23 @@ def diagnose_updates(actor, sampler, experience, steps, noise, args) -> tuple[st
         cause = None  # a small movement cannot be told from rounding
     else:
         cause = "old_logprob_recomputed" if moved else "forward_ignores_update"
-    return cause, {"post_dev": post_dev, "relative_update": relative_update}
+    return cause, {"ratio/post_dev": post_dev, "ratio/relative_update": relative_update}
 
 
-def find_mistakes(metrics: dict, experience: Experience, args) -> list[str]:
+def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
     """Warnings, to be printed once in a run."""
-    mistakes = []
     cause = metrics["ratio/diagnosis"]
     if cause:
-        mistakes.append(f"  ratio: {cause}: {ADVICE[cause]}")
+        yield f"  ratio: {cause}: {ADVICE[cause]}"
     if metrics.get("critic/skipped"):
-        mistakes.append("  critic: steps are skipped, since gradients are not finite")
+        yield "  critic: steps are skipped, since gradients are not finite"
     # The first values of the updates must be those of the experience, like the first ratio.
     rounding = 0.02 if args.dtype == "bfloat16" else 1e-3
     if metrics["critic/first_dev"] > rounding * float(experience.values.abs().max()):
-        mistakes.append(
+        yield (
             "  critic: its first values are not those of the experience: does make_experience "
             "change them, or do the updates run another forward? See critic/first_dev."
         )
-    return mistakes
 
 
 # === 10. Errors, flags, ranks, models ===
@@ -1916,7 +1921,8 @@ def complete(args: Args) -> Args:
     connect(args)
 
     for flag in ("model", "critic_model", "reward_model"):
-        setattr(args, flag, locate_model(getattr(args, flag)))
+        if getattr(args, flag):
+            setattr(args, flag, locate_model(getattr(args, flag)))
     if args.critic_lr is None:
         # The head starts at zero, and a step of Adam moves values by about rate * width.
         folder = args.critic_model or args.model
@@ -1967,21 +1973,19 @@ def plan_steps(args) -> types.SimpleNamespace:
 
 
 def print_plan(args, plan: types.SimpleNamespace):
-    prompts, n = args.rollout_batch_size, args.n_samples_per_prompt
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     kl = f"KL x {args.kl_coef:g} in the {'loss' if args.kl_loss else 'reward'}"
-    names = ("max_prompt_tokens", "max_new_tokens", "actor_lr", "critic_lr")
-    settings = ", ".join(f"{name} {getattr(args, name):g}" for name in names)
     print0(f"""\
   ranks      {WORLD_SIZE}, {args.device}, {args.dtype}, compile {args.compile}
-  rollout    {prompts} prompts x {n} samples
+  rollout    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples
   critic     {args.critic_epochs} {batches} = {plan.critic_steps} optimizer steps
   actor      {args.ppo_epochs} {batches} = {plan.update_steps} optimizer steps
   warm-up    {args.critic_warmup_iterations} iterations without steps of the actor
   reference  {kl if args.kl_coef else "none"}
   run        {args.num_iterations} iterations: {plan.actor_steps_total:,} steps of the actor, \
 {plan.critic_steps_total:,} of the critic
-  settings   {settings}""")
+  settings   max_prompt_tokens {args.max_prompt_tokens}, max_new_tokens {args.max_new_tokens}, \
+actor_lr {args.actor_lr:g}, critic_lr {args.critic_lr:g}""")
 
 
 def connect(args):
@@ -1998,9 +2002,9 @@ def connect(args):
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", **alone)
 
 
-def all_reduce(x: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
-    """Sum over the ranks, or `op`, in place."""
-    dist.all_reduce(x, op)
+def all_reduce(x: Tensor) -> Tensor:
+    """Sum over the ranks, in place."""
+    dist.all_reduce(x)
     return x
 
 
@@ -2017,9 +2021,9 @@ def padded(rows) -> Tensor:
 def microbatches(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Tensor]:
     """This rank's microbatches of the samples `rows` [n]. All ranks have equally many.
 
-    The longest samples come first, so that attention pads little. A microbatch has at most
-    `token_budget` tokens, and with padding at most twice as many; a longer sample is a microbatch
-    of its own.
+    Together the ranks have each sample once, the longest first, so that attention pads little. A
+    microbatch has at most `token_budget` tokens, and with padding at most twice as many; a longer
+    sample is a microbatch of its own.
     """
     lengths = lengths.tolist()
     order = sorted(rows.tolist(), key=lengths.__getitem__, reverse=True)
@@ -2169,17 +2173,22 @@ def add_scores(episodes: list[Episode], reward_model, args):
     make of the conversation. It does not see whether a response was cut: --truncation-penalty.
     """
     model, tokenizer = reward_model
-    ids = [tokenizer.encode_conversation(*episode.conversation) for episode in episodes]
-    for row in ids:  # classifiers of transformers read the last token that is not padding
-        while row[-1] == model.config.pad_token_id and len(row) > 1:
-            row.pop()
-    lengths = torch.tensor([len(row) for row in ids])
+    texts = []
+    for episode in episodes:
+        ids = tokenizer.encode_conversation(*episode.conversation)
+        # Classifiers of transformers read the last token that is not padding.
+        while ids[-1] == model.config.pad_token_id and len(ids) > 1:
+            ids.pop()
+        text = Episode(episode.seed)
+        text.add(ids)
+        texts.append(text)
+    experience = Experience.from_episodes(texts)
+    lengths = experience.lengths
     if lengths.max() > (positions := model.config.max_position_embeddings):
-        what = f"{positions} positions, a conversation has {lengths.max()}"
-        raise UserError(f"--reward-model {args.reward_model}: {what}")
-    tokens = padded(ids)
-    nothing = torch.zeros(tokens.shape)
-    experience = Experience(tokens, nothing.bool(), nothing, nothing, lengths)
+        raise UserError(
+            f"--reward-model {args.reward_model}: {positions} positions, a conversation has "
+            f"{lengths.max()}"
+        )
     scores = forward_all(lambda mb: model(mb.tokens), experience, args)  # [N, T]
     for episode, row, length in zip(episodes, scores, lengths, strict=True):
         episode.score = float(row[length - 1])
@@ -2191,8 +2200,11 @@ def make_optimizer(model: Transformer) -> torch.optim.AdamW:
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
     for p in params:
-        moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        optimizer.state[p] = moments | {"step": torch.zeros((), device=p.device)}
+        optimizer.state[p] = {
+            "step": torch.zeros((), device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
     return optimizer
 
 
@@ -2282,7 +2294,9 @@ class StopSignals:
         os.write(2, b"\nstopping after this iteration; Ctrl-\\ stops at once\n")
 
     def agree(self):
-        self.number = int(all_reduce(torch.tensor(self.received), dist.ReduceOp.MAX))
+        received = torch.tensor(self.received)
+        dist.all_reduce(received, dist.ReduceOp.MAX)
+        self.number = int(received)
 
 
 class Run:
@@ -2300,8 +2314,7 @@ class Run:
             return
         with attempt(f"write {self.path}"):
             self.path.mkdir(parents=True, exist_ok=args.resume == "auto")
-            config = {"args": vars(args), "argv": sys.argv}
-            (self.path / "config.json").write_text(json.dumps(config, indent=2))
+            write_json(self.path / "config.json", {"args": vars(args), "argv": sys.argv})
             for name in ("metrics", "completions"):
                 # Lines after the checkpoint that is resumed will be written again.
                 path = self.path / f"{name}.jsonl"
@@ -2324,7 +2337,7 @@ class Run:
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
         atexit.register(self.close, "failed")  # unless the run ends otherwise
 
-    def log(self, metrics: dict, samples: list[dict], mistakes: list[str]):
+    def log(self, metrics: dict, samples: list[dict], mistakes: Iterator[str]):
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
         i = self.state.iteration
         with attempt("write the fields of TrainState as JSON"):  # before the first checkpoint
@@ -2366,7 +2379,7 @@ class Run:
             "seconds": time.monotonic() - self.started,
         }
         if RANK == 0:
-            (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2))
+            write_json(self.path / "summary.json", self.summary)
             self.writer.close()
 
 
@@ -2402,7 +2415,10 @@ KEEP_CHECKPOINTS = 2
 
 
 def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
-    """Write checkpoints/iter_<iterations>, which appears once complete."""
+    """Write checkpoints/iter_<iterations>, which appears once complete.
+
+    It holds weights and moments, TrainState and args. All randomness is a function of these.
+    """
     path = folder / "checkpoints" / f"iter_{state.iteration:06d}"
     partial = path.with_name("partial")
     if RANK == 0:
@@ -2413,7 +2429,7 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
         dcp.save(checkpoint_tensors(checkpointed), storage_writer=writer)
         if RANK == 0:
             content = {"state": vars(state), "args": vars(args), "sizes": file_sizes(partial)}
-            (partial / "state.json").write_text(json.dumps(content))
+            write_json(partial / "state.json", content)
             shutil.rmtree(path, ignore_errors=True)  # an incomplete one
             partial.rename(path)
             for old in complete_checkpoints(path.parent)[:-KEEP_CHECKPOINTS]:
@@ -2423,12 +2439,10 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
 
 def find_checkpoint(args) -> Path | None:
     """The checkpoint to resume; None for a new run."""
-    if args.resume is None:
-        return None
     if args.resume == "auto":
         found = complete_checkpoints(Path(args.log_dir, args.run_name, "checkpoints"))
         return found[-1] if found else None
-    return Path(args.resume)
+    return Path(args.resume) if args.resume else None
 
 
 def resume(path: Path, checkpointed: dict, args) -> TrainState:
@@ -2451,8 +2465,11 @@ def resume(path: Path, checkpointed: dict, args) -> TrainState:
 def main():
     sys.path.append(os.getcwd())  # find modules of the user in the working directory, too
     sys.stdout.reconfigure(errors="backslashreplace")  # where it cannot show all characters
-    text = f"{Args.__doc__} DEFAULTS without and with --model: {DEFAULTS}"
-    args = tyro.cli(Args, description=text, console_outputs=RANK == 0)
+    args = tyro.cli(
+        Args,
+        description=f"{Args.__doc__} DEFAULTS without and with --model: {DEFAULTS}",
+        console_outputs=RANK == 0,
+    )
     try:
         train(args)
     except UserError as error:

@@ -208,7 +208,7 @@ def test_the_handler_of_signals_does_no_operation_of_torch(ppo):
 
 def test_a_signal_that_comes_while_the_ranks_agree_counts_the_next_time(ppo):
     stop = ppo.StopSignals()
-    with on_call(ppo, "all_reduce", 1, lambda *_: signal.raise_signal(signal.SIGTERM)):
+    with on_call(ppo.dist, "all_reduce", 1, lambda *_: signal.raise_signal(signal.SIGTERM)):
         stop.agree()
     assert (stop.number, stop.received) == (0, signal.SIGTERM)
     stop.agree()
