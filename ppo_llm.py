@@ -661,22 +661,23 @@ def decode_step(decoder: Decoder, attend: int):
     are [B, S + 1], with the dummy position as last column; `length`, `limit` (of the length),
     `keys` (of the noise) and `alive` are [B].
     """
-    scratch = decoder.cache.scratch
-    position = torch.where(decoder.alive, decoder.length - 1, scratch)[:, None]  # [B, 1]
-    inputs = decoder.tokens.gather(1, position)
-    logits = decoder.sampler.decode(inputs, position, decoder.cache, attend)[:, 0]  # [B, V]
+    cache = decoder.cache
+    position = torch.where(decoder.alive, decoder.length - 1, cache.scratch)[:, None]  # [B, 1]
+    inputs = decoder.tokens[cache.rows, position]
+    logits = decoder.sampler.decode(inputs, position, cache, attend)[:, 0].float()  # [B, V]
     # FORK: sampling. With top-p or top-k record the log-probs of the filtered policy, and weigh the
     # loss by exp(old - recorded), as tests/forks/sampler_correction.patch does. Do not filter old
     # and new log-probs: after an update a sampled token may be one that the filter removes.
-    logprobs = F.log_softmax(logits.float() / decoder.temperature, dim=-1)
-    # The argmax of log-probs plus Gumbel noise is a sample. The scale of the noise is 0 if greedy.
+    logits /= decoder.temperature
+    # The argmax of logits plus Gumbel noise is a sample. The scale of the noise is 0 if greedy.
     noise = gumbel_noise(decoder.keys, decoder.length, logits.shape[1])  # [B, V]
-    token = (logprobs + decoder.noise_scale * noise).argmax(dim=-1, keepdim=True)  # [B, 1]
-    index = torch.where(decoder.alive, decoder.length, scratch)[:, None]  # [B, 1]
-    decoder.tokens.scatter_(1, index, token)
-    decoder.logprobs.scatter_(1, index, logprobs.gather(1, token))
+    token = (logits + decoder.noise_scale * noise).argmax(-1, keepdim=True)  # [B, 1]
+    logprob = logits.gather(1, token) - logits.logsumexp(-1, keepdim=True)
+    index = torch.where(decoder.alive, decoder.length, cache.scratch)[:, None]  # [B, 1]
+    decoder.tokens[cache.rows, index] = token
+    decoder.logprobs[cache.rows, index] = logprob
     decoder.length += decoder.alive
-    decoder.alive &= (token != decoder.stop_ids).all(dim=-1) & (decoder.length < decoder.limit)
+    decoder.alive &= (token != decoder.stop_ids).all(-1) & (decoder.length < decoder.limit)
 
 
 def decode(decoder: Decoder, episodes: list[Episode], cached: int, args):
@@ -838,7 +839,6 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.H, self.Hkv = config.num_attention_heads, config.num_key_value_heads
-        self.grouped = self.H != self.Hkv  # compared in forward, it can break the compiled graph
         self.D, hidden = config.head_dim, config.hidden_size
         bias = getattr(config, "attention_bias", False)
         qkv_bias = bias or config.model_type == "qwen2"
@@ -857,38 +857,38 @@ class Attention(nn.Module):
         q = apply_rope(self.q_norm(q), cos, sin)
         k = apply_rope(self.k_norm(k), cos, sin)
         if cache is not None:
-            return self.o_proj(self.attend_to_cache(q, k, v, cache, positions, mask))
-        if packing is not None and HAS_VARLEN and q.is_cuda and q.dtype == torch.bfloat16:
+            out = self.attend_to_cache(q, k, v, cache, positions, mask)
+        elif packing is not None and HAS_VARLEN and q.is_cuda and q.dtype == torch.bfloat16:
             starts, T = packing.starts, packing.shape[1]
             out = varlen_attn(  # [n, H, D]; the window is causal
                 q, k, v, starts, starts, T, T, window_size=(-1, 0), enable_gqa=True
             )
-            return self.o_proj(out.flatten(-2))
-        if packing is not None:
-            q, k, v = (packing.unpack(x, packing.place) for x in (q, k, v))  # [B, T, ..., D]
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or Hkv, T, D]
-        grouped = self.grouped
-        if grouped and q.is_cuda and q.dtype == torch.float32:
-            # Of the kernels that do not hold all scores [B, H, T, T], flash attention alone takes
-            # grouped heads, and not in float32.
-            k, v = (x.repeat_interleave(self.H // self.Hkv, dim=1) for x in (k, v))
-            grouped = False
-        # Rows start at index 0, so causality alone hides the padding on the right.
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        out = out.transpose(1, 2)  # [B, T, H, D]
-        if packing is not None:
-            out = packing.pack(out)  # [n, H, D]
+        else:
+            if packing is not None:
+                q, k, v = (packing.unpack(x, packing.place) for x in (q, k, v))  # [B, T, ..., D]
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or Hkv, T, D]
+            if q.is_cuda and q.dtype == torch.float32:
+                # Of the kernels that do not hold all scores [B, H, T, T], flash attention alone
+                # takes grouped heads, and not in float32.
+                k, v = (x.repeat_interleave(self.H // self.Hkv, 1) for x in (k, v))
+            # Rows start at index 0, so causality alone hides the padding on the right.
+            grouped = k.shape[1] != self.H
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            out = out.transpose(1, 2)  # [B, T, H, D]
+            if packing is not None:
+                out = packing.pack(out)  # [n, H, D]
         return self.o_proj(out.flatten(-2))
 
     def attend_to_cache(self, q, k, v, cache, positions, mask):
-        """Add k and v [B, T, Hkv, D] to the cache, attend to all that is in it: [B, T, H * D]."""
+        """Add k and v [B, T, Hkv, D] to the cache, attend to all that is in it: [B, T, H, D]."""
         B, T = positions.shape
-        k, v = cache.update(self.layer, k, v, positions, mask.shape[-1])  # [B, Hkv, attend, D]
-        # enable_gqa is slow with a mask: fold the G query heads of a key head into the queries.
+        k, v = cache.update(self.layer, k, v, positions, mask.shape[3])  # [B, Hkv, attend, D]
+        # enable_gqa is slow with a mask: fold the G query heads of a key head into the queries,
+        # and the key heads into the rows, since attention returns heads as the innermost but one.
         q = q.view(B, T, self.Hkv, -1, self.D).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, T, D]
-        out = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask)
-        out = out.view(B, self.Hkv, -1, T, self.D).permute(0, 3, 1, 2, 4)  # [B, T, Hkv, G, D]
-        return out.flatten(2)
+        q, k, v = (x.flatten(0, 1)[:, None] for x in (q.flatten(2, 3), k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B * Hkv, 1, G * T, D]
+        return out.view(B, self.Hkv, -1, T, self.D).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 class MLP(nn.Module):
@@ -974,10 +974,10 @@ class Transformer(nn.Module):
 
         Returns their hidden states [B, T, hidden].
         """
-        G = self.config.num_attention_heads // self.config.num_key_value_heads
-        readable = torch.arange(attend, device=tokens.device)
-        mask = readable <= positions[..., None]  # [B, T, attend]
-        mask = mask.repeat(1, G, 1)[:, None]  # [B, 1, G * T, attend]
+        Hkv = self.config.num_key_value_heads
+        G = self.config.num_attention_heads // Hkv
+        queries = positions.repeat(1, G).repeat_interleave(Hkv, 0)  # [B * Hkv, G * T]
+        mask = torch.arange(attend, device=tokens.device) <= queries[:, None, :, None]
         return self.hidden_states(tokens, positions, cache=cache, mask=mask)
 
     def decode(self, tokens, positions, cache: KVCache, attend: int) -> Tensor:
@@ -1161,12 +1161,13 @@ class ChunkedLogprobs(torch.autograd.Function):
         return torch.cat(d_hidden), d_weight, None, None, None, None
 
 
-def hash32(x: Tensor) -> Tensor:
+def hash32(x: Tensor, key=0) -> Tensor:
     """The hash lowbias32 of https://github.com/skeeto/hash-prospector, on int32.
 
-    The masks make `>>` the shift of unsigned integers. Products overflow, as they should.
+    The masks make `>>` the shift of unsigned integers. Products overflow, as they should. A second
+    key, of as many bits, enters between its two products.
     """
-    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D ^ key
     x = (x ^ (x >> 15 & 0x1FFFF)) * -0x7B935975  # 0x846CA68B as int32
     return x ^ (x >> 16 & 0xFFFF)
 
@@ -1179,11 +1180,13 @@ def sample_keys(seed: int, iteration: int, sample_ids) -> Tensor:
 
 def gumbel_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
     """Gumbel noise [B, V], a function of sample key [B], token index [B] and vocabulary id."""
-    token_keys = hash32(hash32(keys ^ 0x5851F42D) ^ index.to(torch.int32))
+    token_keys = hash32(hash32(keys ^ 0x5851F42D) ^ index.int())
     ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
-    x = hash32(hash32(ids ^ keys[:, None]) ^ token_keys[:, None])  # [B, V]
+    # Token keys that differ in their lowest bits alone would permute the same noise, but for the
+    # second key.
+    x = hash32(ids ^ token_keys[:, None], hash32(token_keys ^ keys)[:, None])  # [B, V]
     # u is uniform in (0, 1), from 31 bits: fine near 0, so that rare tokens get their share.
-    u = ((x >> 1) & 0x7FFFFFFF).float().add(0.5).mul(2**-31).clamp(max=1 - 2**-24)
+    u = (x & 0x7FFFFFFF).float().add(0.5).mul(2**-31).clamp(max=1 - 2**-24)
     return -torch.log(-torch.log1p(-u))
 
 

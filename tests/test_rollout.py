@@ -99,17 +99,17 @@ def test_all_fields_are_aligned_at_the_tokens_own_index(ppo, tokenizer):
 @pytest.mark.parametrize(("env", "temperature"), [("Lengths", 0.7), ("TwoTurns", 1), ("Endless", 1.3), ("Endless", 0)])
 @torch.no_grad()
 def test_tokens_and_logprobs_are_those_of_the_training_forward(ppo, tokenizer, env, temperature):
-    """Tokens are the argmax of log-probs plus noise; without noise at temperature 0, whose log-probs are those of 1."""
+    """Tokens are the argmax of logits plus noise; without noise at temperature 0, whose log-probs are those of 1."""
     actor, args = random_model(ppo, tokenizer), ppo.Args(device="cpu", compile="off")
     for iteration in range(2):
         changes = dict(temperature=temperature, rollout_slots=7)
         e = ppo.Experience.from_episodes(run(ppo, actor, tokenizer, env, 20, None, iteration, **changes))
         args.temperature = temperature or 1.0
         torch.testing.assert_close(e.logprobs, ppo.logprobs_of_all(actor, e, args), atol=1e-5, rtol=0)
-        logprobs = torch.log_softmax(actor(e.tokens)[:, :-1] / args.temperature, dim=-1)  # of tokens[:, 1:]
+        logits = actor(e.tokens)[:, :-1] / args.temperature  # of tokens[:, 1:]
         for t in range(1, e.tokens.shape[1]):
-            noise = ppo.gumbel_noise(ppo.sample_keys(1, iteration, range(20)), torch.tensor(t), logprobs.shape[2])
-            best = (logprobs[:, t - 1] + bool(temperature) * noise).argmax(-1)
+            noise = ppo.gumbel_noise(ppo.sample_keys(1, iteration, range(20)), torch.tensor(t), logits.shape[2])
+            best = (logits[:, t - 1] + bool(temperature) * noise).argmax(-1)
             assert torch.equal(best[e.mask[:, t]], e.tokens[:, t][e.mask[:, t]])
         args.temperature *= 0.8  # in one place only
         assert (e.logprobs - ppo.logprobs_of_all(actor, e, args)).abs().max() > 0.1
