@@ -130,7 +130,7 @@ CHANGE = lambda new, old, advantages: ((new.exp() - old.exp()).abs() > 0.03) & (
 
 @pytest.mark.parametrize(("patch", "bound", "outside"), [("sao", dict(clip_low=0.1, clip_high=0.2), RATIO),
                                                          ("bpco", dict(tv_bound=0.03), CHANGE)])  # fmt: skip
-def test_tokens_outside_of_the_bound_do_not_train_and_others_are_not_clipped(patch, bound, outside, tmp_path, monkeypatch):
+def test_tokens_outside_of_a_bound_do_not_train_others_are_not_clipped(patch, bound, outside, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "randperm", lambda n, generator: torch.arange(n))
     ppo, _, _ = run(patch, tmp_path, ppo_epochs=2, actor_lr=1e-2, **bound)
     e = experiences(ppo)[0]
