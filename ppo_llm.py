@@ -1456,6 +1456,9 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 # info["demonstration"] of reset is an answer to learn in the warm start. info["success"] of the
 # last step counts for accuracy. info["rewards"] of a step may hold dense rewards in addition to
 # `reward`: [(end, reward), ...], each for the characters response[:end].
+# truncated=True is final, too: nothing is added for what might have followed. Where gamma is 1 and
+# every episode is cut, the critic would learn its own value plus the reward, and grow for ever. If
+# a limit of time is not part of the task, add what is still to come to the last reward.
 # Your own: a reward function for Prompts-v0, or --env-id my_module:MyEnv-v0.
 
 

@@ -58,7 +58,8 @@ def test_the_kl_loss_weighs_samples_by_how_likely_they_have_become(ppo, tmp_path
 
 
 def test_advantages_are_whitened_over_the_rollout_and_returns_have_a_lambda_of_their_own(ppo, tmp_path):
-    run = record(ppo, tmp_path, gae_lambda=0.3, critic_lambda=0.8, gamma=0.9, critic_lr=0.01)
+    flags = dict(env_id="environments:Dense-v0", gae_lambda=0.3, critic_lambda=0.8, gamma=0.9, critic_lr=0.01)
+    run = record(ppo, tmp_path, **flags)  # some episodes are truncated: the value after their end is 0, too
     experience, rewards = run.experiences[1], run.calls["compute_gae"][1]["rewards"]
     values, mask = experience.values, experience.mask
     advantages, returns = (torch.zeros_like(values) for _ in range(2))
