@@ -191,14 +191,14 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Estimates of KL(pi || pi_ref) from sampled tokens: http://joschu.net/blog/kl-approx.html.
 
     As a loss on samples of pi, k1 has a gradient of 0 on average, k2 that of KL(pi || pi_ref), and
-    k3 that of KL(pi_ref || pi).
+    k3 that of KL(pi_ref || pi). Samples of an older policy are weighed by pi / pi_old, a constant.
     """
     logratio = logprobs - ref_logprobs
     if kind == "k1":
         return logratio
     if kind == "k2":
         return logratio.square() / 2
-    return torch.exp(-logratio) - 1 + logratio
+    return torch.expm1(-logratio) + logratio
 
 
 def compute_gae(rewards, values, mask, gamma, gae_lambda) -> tuple[Tensor, Tensor]:
@@ -232,15 +232,16 @@ def policy_loss(
     advantages = torch.where(mask, advantages, 0.0)
     logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)  # exp stays finite
     ratio = logratio.exp()  # 1 outside the mask
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     pg_loss1 = -advantages * ratio
-    pg_loss2 = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    pg_loss2 = -advantages * clipped
     losses = torch.max(pg_loss1, pg_loss2)
     if dual_clip is not None:
         losses = torch.where(advantages < 0, torch.min(losses, -advantages * dual_clip), losses)
     with torch.no_grad():
         stats = {
-            "clipfrac": ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).sum() / denom,
-            "approx_kl": (ratio - 1 - logratio).sum() / denom,  # k3 of KL(old || new)
+            "clipfrac": (ratio != clipped).sum() / denom,
+            "approx_kl": (logratio.expm1() - logratio).sum() / denom,  # k3 of KL(old || new)
             "ratio_dev": (ratio - 1).abs().sum() / denom,
         }
     return losses.sum() / denom, stats
@@ -366,7 +367,8 @@ def train(args: Args) -> dict:
                         loss = loss - args.entropy_coef * entropy
                     if args.kl_loss and reference:
                         kls = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_loss)
-                        mb_stats["kl_loss"] = (kls * mb.mask).sum() / n_tokens
+                        weights = torch.exp(newlogprobs - mb.old_logprobs).detach()  # pi / pi_old
+                        mb_stats["kl_loss"] = (weights * kls * mb.mask).sum() / n_tokens
                         loss = loss + args.kl_coef * mb_stats["kl_loss"]
                     loss.backward()
                     stats.append(mb_stats | {"policy_loss": pg_loss, "entropy": entropy})
@@ -1463,6 +1465,9 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 # info["demonstration"] of reset is an answer to learn in the warm start. info["success"] of the
 # last step counts for accuracy. info["rewards"] of a step may hold dense rewards in addition to
 # `reward`: [(end, reward), ...], each for the characters response[:end].
+# truncated=True is final, too: nothing is added for what might have followed. Where gamma is 1 and
+# every episode is cut, the critic would learn its own value plus the reward, and grow for ever. If
+# a limit of time is not part of the task, add what is still to come to the last reward.
 # Your own: a reward function for Prompts-v0, or --env-id my_module:MyEnv-v0.
 
 

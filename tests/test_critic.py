@@ -1,5 +1,6 @@
 """Rewards, advantages and returns of an iteration, and the metrics by which the critic is judged."""
 
+import functools
 import math
 from unittest import mock
 
@@ -42,8 +43,23 @@ def test_kl_in_the_loss_leaves_rewards_alone_and_holds_the_actor(ppo, tmp_path, 
     assert held.rows[-1]["actor/kl_loss"] < 0.5 * free.rows[-1]["actor/kl_loss"]
 
 
+@pytest.mark.parametrize(("kind", "slope"), [("k2", lambda x: x), ("k3", lambda x: 1 - (-x).exp())])
+def test_the_kl_loss_weighs_samples_by_how_likely_they_have_become(ppo, tmp_path, kind, slope):
+    """In the first iteration the reference is the old policy, so that logratios to both are the same."""
+    loss, flags = ppo.policy_loss, dict(kl_coef=5.0, kl_loss=kind, clip_low=1, clip_high=1e9, actor_lr=0.01)
+    kept = functools.wraps(loss)(lambda logprobs, *rest, **kw: logprobs.retain_grad() or loss(logprobs, *rest, **kw))
+    with mock.patch.object(ppo, "policy_loss", kept):
+        run = record(ppo, tmp_path, num_iterations=1, **flags)
+    for call in run.calls["policy_loss"]:
+        logratio = (call["logprobs"] - call["old_logprobs"]).detach()
+        expected = logratio.exp() * (5.0 * slope(logratio) - call["advantages"]) * call["mask"] / call["denom"]
+        torch.testing.assert_close(call["logprobs"].grad, expected, rtol=1e-4, atol=1e-5)
+    assert (5 * logratio).abs().max() > 1
+
+
 def test_advantages_are_whitened_over_the_rollout_and_returns_have_a_lambda_of_their_own(ppo, tmp_path):
-    run = record(ppo, tmp_path, gae_lambda=0.3, critic_lambda=0.8, gamma=0.9, critic_lr=0.01)
+    flags = dict(env_id="environments:Dense-v0", gae_lambda=0.3, critic_lambda=0.8, gamma=0.9, critic_lr=0.01)
+    run = record(ppo, tmp_path, **flags)  # some episodes are truncated: the value after their end is 0, too
     experience, rewards = run.experiences[1], run.calls["compute_gae"][1]["rewards"]
     values, mask = experience.values, experience.mask
     advantages, returns = (torch.zeros_like(values) for _ in range(2))

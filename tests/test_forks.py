@@ -111,8 +111,9 @@ def test_pairs_train(pair, tmp_path):
     assert len(rows) == 2 and rows[0]["actor/grad_norm"] > 0 and rows[0]["ratio/first_dev"] < 1e-5
 
 
-def test_adaptive_lambda_gives_every_sample_the_advantages_of_its_own_lambda(tmp_path):
-    ppo, _, _ = run("adaptive_lambda", tmp_path, lambda_alpha=0.5, kl_coef=0.0)
+@pytest.mark.parametrize("patch", ["adaptive_lambda", "sao", "bpco"])
+def test_every_sample_has_the_advantages_of_its_own_lambda(patch, tmp_path):
+    ppo, _, _ = run(patch, tmp_path, lambda_alpha=0.5, kl_coef=0.0)
     e = experiences(ppo)[1]
     lengths = e.mask.sum(1).tolist()
     assert e.values.any() and len(set(lengths)) > 2
@@ -120,7 +121,41 @@ def test_adaptive_lambda_gives_every_sample_the_advantages_of_its_own_lambda(tmp
     for i, n in enumerate(lengths):
         row = [x[i : i + 1] for x in (e.rewards, e.values, e.mask)]
         raw[i], _ = ppo.compute_gae(*row, gamma=1.0, gae_lambda=max(0.0, 1 - 1 / (0.5 * n)))
-    torch.testing.assert_close(e.advantages, ppo.masked_whiten(raw, e.mask))
+    torch.testing.assert_close(e.advantages, raw if patch == "bpco" else ppo.masked_whiten(raw, e.mask))
+
+
+RATIO = lambda new, old, _: ((new - old).exp() <= 0.9) | ((new - old).exp() >= 1.2)
+CHANGE = lambda new, old, advantages: ((new.exp() - old.exp()).abs() > 0.03) & ((new > old) == (advantages > 0))
+
+
+@pytest.mark.parametrize(("patch", "bound", "outside"), [("sao", dict(clip_low=0.1, clip_high=0.2), RATIO),
+                                                         ("bpco", dict(tv_bound=0.03), CHANGE)])  # fmt: skip
+def test_tokens_outside_of_a_bound_do_not_train_others_are_not_clipped(patch, bound, outside, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "randperm", lambda n, generator: torch.arange(n))
+    ppo, _, _ = run(patch, tmp_path, ppo_epochs=2, actor_lr=1e-2, **bound)
+    e = experiences(ppo)[0]
+    assert torch.equal(e.old_logprobs, e.logprobs)  # the sampler's
+    e = e.select(torch.tensor(sorted(range(16), key=e.lengths.tolist().__getitem__, reverse=True)))
+    (new, old, advantages, mask), (loss, _) = ppo.calls["policy_loss"][1]
+    stopped = outside(new, old, e.advantages) & mask
+    assert 0 < stopped.sum() < mask.sum()
+    torch.testing.assert_close(advantages, e.advantages * ~stopped)
+    torch.testing.assert_close(loss, -(advantages * (new - old).exp()).sum() / mask.sum())
+
+
+def test_sao_trains_the_critic_twice_as_often_and_not_its_attention(tmp_path):
+    ppo, _, folder = run("sao", tmp_path)
+    assert len(ppo.calls["minibatches"]) == 2 * (2 + 1)
+    first, second = checkpoint(folder, 1), checkpoint(folder, 2)
+    weights = {name for name in first if re.fullmatch(r"critic\..*weight", name)}
+    still = {name for name in weights if torch.equal(first[name], second[name])}
+    assert still == {name for name in weights if "self_attn" in name}
+
+
+def test_bpco_has_values_in_the_range_of_the_rewards(tmp_path):
+    ppo, _, _ = run("bpco", tmp_path, reward_range=(-1.0, 0.5), critic_lr=1.0)
+    first, second = (e.values[e.mask] for e in experiences(ppo))
+    assert (first == -0.25).all() and -1 <= second.min() < second.max() <= 0.5
 
 
 def assert_no_critic(ppo, folder):
@@ -171,7 +206,12 @@ def test_replay_trains_the_previous_rollout_with_its_own_old_logprobs(tmp_path):
     assert ppo.plan_steps(ppo.Args(**FLAGS | dict(critic_epochs=1, ppo_epochs=1))).update_steps == 2
 
 
-def test_sampler_correction(tmp_path):
+@pytest.mark.parametrize(("flags", "weigh"), [
+    (dict(rollout_is_cap=2.0), lambda logs: logs.exp().clamp(max=2.0)),
+    (dict(rollout_is_band=(0.4, 3.0)), lambda logs: logs.exp() * (logs > 0)),
+    (dict(rollout_is_cap=9.0, rollout_is_sequence=True), lambda logs: logs.sum(1, True).exp().clamp(max=9.0)),
+])  # fmt: skip
+def test_sampler_correction(flags, weigh, tmp_path):
     signs = torch.tensor([-1.0, 1.0]).repeat(8)[:, None]  # log-probs of the sampler are by 1 too low, too high, ...
 
     def make_logprobs_wrong(ppo):
@@ -179,9 +219,9 @@ def test_sampler_correction(tmp_path):
         changed = lambda e: dataclasses.replace(e, logprobs=e.logprobs + signs * e.mask)
         ppo.Experience.from_episodes = lambda episodes: changed(from_episodes(episodes))
 
-    ppo, rows, _ = run("sampler_correction", tmp_path, make_logprobs_wrong, rollout_is_cap=2.0, ppo_epochs=1)
+    ppo, rows, _ = run("sampler_correction", tmp_path, make_logprobs_wrong, ppo_epochs=1, **flags)
     e = experiences(ppo)[0]
-    weights = (-signs).exp().clamp(max=2.0)
+    weights = weigh(-signs * e.mask)
     (_, _, advantages, *_), _ = ppo.calls["policy_loss"][0]
     torch.testing.assert_close(nonzero(advantages), nonzero(e.advantages * weights), atol=1e-4, rtol=1e-4)
     assert rows[0]["actor/is_weight"] == pytest.approx(float((weights * e.mask).sum() / e.mask.sum()), rel=1e-4)

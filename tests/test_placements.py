@@ -83,6 +83,16 @@ def test_one_rank_of_a_cpu_has_the_numbers_of_the_script(patch, patched, launch)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("patch", ["sao", "bpco", "sampler_correction"])
+def test_two_ranks_have_the_numbers_of_one_and_bfloat16_trains(patch, patched, launch):
+    run, half = ({name: x for name, x in flags.items() if name != "gae_lambda"} for flags in (RUN, ONE))
+    plan = ("run", run, None), ("half", half | dict(dtype="bfloat16"), None)
+    alone, two = (launch(patched(patch), ranks, *plan) for ranks in (1, 2))
+    same_run(two / "run", alone / "run")
+    assert lines(two / "half")[0]["actor/grad_norm"] > 0 and "ratio/diagnosis" not in lines(two / "half")[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_actor_and_critic_apart_have_the_numbers_of_one_process(ranks, patched, launch):
     alone = launch(ppo_llm, 1, ("run", CRITIC, None)) / "run"
