@@ -47,7 +47,7 @@ FAULTS = {  # name: (flags, cause, function of the script, what replaces it)
     "no minibatches": ({}, "no_step", "minibatches", lambda minibatches, *args, kept: iter(())),
     "NaN": ({}, "steps_skipped", *in_training(lambda logprobs: logprobs * math.nan)),
     "bfloat16 weights": (
-        dict(actor_lr=1e-6), "bf16_underflow", "build_model", lambda build, config, head, *rest, kept: build(
+        dict(actor_lr=1e-8), "bf16_underflow", "build_model", lambda build, config, head, *rest, kept: build(
             config, head, *rest).to(torch.bfloat16 if head == "lm" else torch.float32)),
     "one update": (dict(ppo_epochs=1, train_batch_size=16), "one_update_by_design"),
     "equal advantages": ({}, "advantage_zero", "compute_gae", lambda gae, *args, kept: [0 * x for x in gae(*args)]),
