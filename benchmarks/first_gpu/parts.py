@@ -159,9 +159,9 @@ def env():
     x = torch.rand(n, n, device=DEVICE)
     y = x.to(torch.bfloat16)
     median = lambda run: statistics.median([seconds(run) for _ in range(10)][1:])
-    report(copy_gb_per_s=round(2 * a.nbytes / median(lambda: b.copy_(a)) / 1e9),
-           bf16_tflops=round(2 * n**3 / median(lambda: y @ y) / 1e12, 1),
-           fp32_tflops=round(2 * n**3 / median(lambda: x @ x) / 1e12, 1))  # fmt: skip
+    report(copy_gb_per_s=round(2 * a.nbytes / median(lambda: b.copy_(a)) / 1e9, 3),
+           bf16_tflops=round(2 * n**3 / median(lambda: y @ y) / 1e12, 6),
+           fp32_tflops=round(2 * n**3 / median(lambda: x @ x) / 1e12, 6))  # fmt: skip
 
 
 # --- Correctness
