@@ -207,7 +207,7 @@ def test_tails_of_the_noise_are_those_of_a_gumbel_variable(ppo):
 
 
 def test_noise_is_uncorrelated_over_samples_tokens_and_ids(ppo):
-    """Chi-square over 16 x 16 cells of uniforms (samples, tokens, ids) apart; keys nearly the same do not permute it."""
+    """Chi-square over 16 x 16 cells of uniforms (samples, tokens, ids) apart; near keys do not permute it."""
     keys = ppo.sample_keys(1, 0, range(32)).repeat_interleave(32)
     noise = ppo.gumbel_noise(keys, torch.arange(32).repeat(32), 1024).view(32, 32, 1024)
     cells = (torch.exp(-torch.exp(-noise)) * 16).long().clamp(max=15)
