@@ -206,6 +206,23 @@ def test_tails_of_the_noise_are_those_of_a_gumbel_variable(ppo):
     assert max(abs(len(small) - 2**10), abs(large - 2**10)) < 4 * 2**5 and len(set(small)) > 0.98 * len(small)
 
 
+def test_noise_is_uncorrelated_over_samples_tokens_and_ids(ppo):
+    """Chi-square over 16 x 16 cells of uniforms (samples, tokens, ids) apart; near keys do not permute it."""
+    keys = ppo.sample_keys(1, 0, range(32)).repeat_interleave(32)
+    noise = ppo.gumbel_noise(keys, torch.arange(32).repeat(32), 1024).view(32, 32, 1024)
+    cells = (torch.exp(-torch.exp(-noise)) * 16).long().clamp(max=15)
+    for i, j, k in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1), (0, 2, 0), (0, 0, 16)):
+        pairs = cells[i:, j:, k:] * 16 + cells[: 32 - i, : 32 - j, : 1024 - k]
+        expected = pairs.numel() / 256
+        chi_square = ((pairs.flatten().bincount(minlength=256) - expected).square() / expected).sum()
+        assert abs(float(chi_square) - 255) < 4 * math.sqrt(2 * 255)
+    key, index = ppo.sample_keys(1, 0, [0]), torch.arange(2**16)
+    token_keys, order = ppo.hash32(ppo.hash32(key ^ 0x5851F42D) ^ index.int()).sort()
+    near = int((token_keys[1:] ^ token_keys[:-1]).abs().argmin())  # far less than 1024 apart
+    x, y = (ppo.gumbel_noise(key, order[near + i, None], 1024).sort().values for i in (0, 1))
+    assert (token_keys[near] ^ token_keys[near + 1]).abs() < 64 and (x == y).sum() < 10
+
+
 WEIGHTS, NORM = "model.safetensors", "model.layers.1.input_layernorm.weight"
 
 

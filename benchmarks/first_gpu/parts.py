@@ -29,6 +29,7 @@ import torch
 import transformers
 from common import seconds, synchronize
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import varlen
 
 DEVICE = os.environ.get("DEVICE", "cuda")
 TINY = DEVICE == "cpu" or "TINY" in os.environ
@@ -57,6 +58,14 @@ def check(what: str, ok: bool, **values) -> bool:
 def script():
     """The chosen script, with device, attention kernels and process group as its runs have them."""
     ppo = importlib.import_module(OPTIONS.get("script", "ppo_llm"))
+    if not ppo.HAS_VARLEN:  # torch 2.11, which lacks enable_gqa
+        plain = varlen.varlen_attn
+
+        def grouped(q, k, v, *starts, enable_gqa, **more):
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            return plain(q, k, v, *starts, **more)
+
+        ppo.HAS_VARLEN, ppo.varlen_attn = True, grouped
     ppo.connect(ppo.Args(device=DEVICE))
     return ppo
 
@@ -159,9 +168,9 @@ def env():
     x = torch.rand(n, n, device=DEVICE)
     y = x.to(torch.bfloat16)
     median = lambda run: statistics.median([seconds(run) for _ in range(10)][1:])
-    report(copy_gb_per_s=round(2 * a.nbytes / median(lambda: b.copy_(a)) / 1e9),
-           bf16_tflops=round(2 * n**3 / median(lambda: y @ y) / 1e12, 1),
-           fp32_tflops=round(2 * n**3 / median(lambda: x @ x) / 1e12, 1))  # fmt: skip
+    report(copy_gb_per_s=round(2 * a.nbytes / median(lambda: b.copy_(a)) / 1e9, 3),
+           bf16_tflops=round(2 * n**3 / median(lambda: y @ y) / 1e12, 6),
+           fp32_tflops=round(2 * n**3 / median(lambda: x @ x) / 1e12, 6))  # fmt: skip
 
 
 # --- Correctness
