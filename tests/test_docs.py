@@ -15,7 +15,7 @@ PAGES = ["README.md", *sorted(f"benchmarks/{page.name}" for page in (ROOT / "ben
 # Flags of other programs, and those that only patches have.
 OTHERS = (
     "nproc-per-node shutdown-timeout rdzv-id rdzv-endpoint rdzv-backend pid no-deps nnodes max-restarts logdir "
-    "local-dir help gpu sampler-ranks slow"
+    "local-dir help gpu sampler-ranks slow rollout-is-cap rollout-is-band rollout-is-sequence"
 ).split()
 
 
