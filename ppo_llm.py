@@ -101,7 +101,7 @@ class Args:
     """PPO for language models. `--flag None` sets a flag to None."""
 
     seed: int = 1  # seed of initial weights, training prompts, sampling and minibatches
-    run_name: str | None = None  # default: <environment>__<script>__<seed>__<time>
+    run_name: str | None = None  # default: <environment>__<script>__<seed>__<time>-<random>
     log_dir: str = "runs"  # folder of the runs
     track: bool = False  # log to Weights & Biases, too
     wandb_project: str = "ppo_llm"  # its project
@@ -266,7 +266,7 @@ def train(args: Args) -> dict:
 
     # --- Models. A new run begins with the warm start, whose result critic and reference copy.
     resumed = find_checkpoint(args)  # None in a new run
-    tokenizer, actor = build_actor(args, envs[0])
+    tokenizer, actor = build_actor(args, envs, eval_envs)
     if not resumed:
         warm_start(actor, tokenizer, envs[0], args)
     critic = build_critic(actor, tokenizer, args)
@@ -293,19 +293,17 @@ def train(args: Args) -> dict:
     evaluate_now = functools.partial(evaluate, decoder, tokenizer, reward_model, eval_envs)
     if state.eval_before is None:
         state.eval_before = evaluate_now(state.iteration, args)
-    run.summary["eval_before"] = state.eval_before
     print0(f"before PPO: {state.eval_before}")
 
     while state.iteration < args.num_iterations and not stop.number:
-        clock = Clock()
         evaluation = {}  # of the policy that is about to sample
         if args.eval_every and state.iteration and state.iteration % args.eval_every == 0:
             evaluation = evaluate_now(state.iteration, args)
             print0(f"after {state.iteration} iterations: {evaluation}")
-        clock.end("evaluation")
+        clock = Clock()
 
         # --- Rollout: every rank plays a share of the episodes and gets those of all.
-        first = first_prompt(args) + state.iteration * args.rollout_batch_size
+        first = first_prompt(args) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
         episodes = play(decoder, tokenizer, envs, seeds, state.iteration, args)
@@ -337,15 +335,16 @@ def train(args: Args) -> dict:
                     # 0 up to rounding in the first minibatch of an iteration, like |ratio - 1|
                     value_dev = ((newvalues - mb.values) * mb.mask).abs().sum() / n_tokens
                     stats.append({"value_loss": v_loss, "value_dev": value_dev})
-                progress = state.critic_steps / plan.critic_steps_total
-                lr = linear_schedule(args.critic_lr, args.lr_end, progress)
+                done = state.iteration + len(critic_stats) / plan.critic_steps  # iterations
+                lr = linear_schedule(args.critic_lr, args.lr_end, done / args.num_iterations)
                 step = optimizer_step(critic, critic_optimizer, lr, args)
                 critic_stats.append(reduce_stats(stats) | step)
                 state.critic_steps += 1
         clock.end("critic")
 
         # --- Actor epochs; none while only the critic is trained
-        epochs = args.ppo_epochs if state.iteration >= args.critic_warmup_iterations else 0
+        iteration = state.iteration - args.critic_warmup_iterations
+        epochs = args.ppo_epochs if iteration >= 0 else 0
         actor_stats = []  # of each optimizer step
         early_stop = None  # statistics of the minibatch at which --target-kl ended the epochs
         for epoch in range(epochs):
@@ -373,9 +372,9 @@ def train(args: Args) -> dict:
                 if args.target_kl is not None and step["approx_kl"] > args.target_kl:
                     early_stop = step
                     actor_optimizer.zero_grad()
-                    break  # the minibatches that are left out do not advance the schedule
-                progress = state.actor_steps / plan.actor_steps_total
-                lr = linear_schedule(args.actor_lr, args.lr_end, progress)
+                    break
+                done = iteration + len(actor_stats) / plan.update_steps
+                lr = linear_schedule(args.actor_lr, args.lr_end, done / plan.actor_iterations)
                 step |= optimizer_step(actor, actor_optimizer, lr, args)
                 actor_stats.append(step)
                 state.actor_steps += 1
@@ -398,21 +397,20 @@ def train(args: Args) -> dict:
             metrics, completions(episodes, experience), find_mistakes(metrics, experience, args)
         )
         state.iteration += 1
+        state.prompts += args.rollout_batch_size
         stop.agree()  # whether any rank has received a signal
         is_last = state.iteration == args.num_iterations
-        is_due = args.save_every and (is_last or state.iteration % args.save_every == 0)
-        if is_due or stop.number:
+        if stop.number or (args.save_every and (is_last or state.iteration % args.save_every == 0)):
             save_checkpoint(run.path, checkpointed, state, args)
 
     save_hf_checkpoint(actor, tokenizer, run.path / "model")
     save_hf_checkpoint(critic, tokenizer, run.path / "critic")
-    if not stop.number:
-        run.summary["eval_after"] = evaluate_now(state.iteration, args)
-        print0(f"after PPO: {run.summary['eval_after']}")
-    run.close("interrupted" if stop.number else "completed")
     if stop.number:
+        run.close("interrupted")
         raise SystemExit(128 + stop.number)
-    return run.summary
+    run.summary["eval_after"] = evaluate_now(state.iteration, args)
+    print0(f"after PPO: {run.summary['eval_after']}")
+    return run.close("completed")
 
 
 def linear_schedule(first: float, end_fraction: float, progress: float) -> float:
@@ -533,7 +531,7 @@ def make_experience(episodes, actor, critic, reference, state, args):
     old_logprobs = experience.logprobs
     if args.recompute_old_logprobs:
         old_logprobs = logprobs_of_all(actor, experience, args)
-    ref_logprobs = old_logprobs  # without a reference: the KL is 0
+    ref_logprobs = old_logprobs * math.nan  # without a reference there is no KL
     if reference:
         ref_logprobs = logprobs_of_all(reference, experience, args)
 
@@ -545,16 +543,16 @@ def make_experience(episodes, actor, critic, reference, state, args):
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
-    if not args.kl_loss:  # not in place: the logged reward is without the KL
+    if reference and not args.kl_loss:  # not in place: the logged reward is without the KL
         rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
-    if not rewards.isfinite().all():
-        raise UserError("a reward, or its penalty for the KL, is not finite")
 
     # --- Values, advantages and returns. Advantages are whitened over the whole rollout.
     values = forward_all(critic.sampled_values, experience, args)
     # FORK: advantages.
     advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda)
     _, returns = compute_gae(rewards, values, mask, args.gamma, args.critic_lambda)
+    if not advantages.norm().isfinite():
+        raise UserError("a reward, its penalty for the KL, or a value is not finite, or too large")
     advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
     if advantage_std < 1e-6:  # rounding errors alone, which whitening would amplify
         advantages = torch.zeros_like(advantages)
@@ -1234,7 +1232,11 @@ class HFTokenizer:
         messages = [{"role": role, "content": content} for role, content in turns]
         with attempt(f"render the chat template of {self.folder}"):
             return self.hf.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation_prompt
+                messages,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                # Not today's: tomorrow the prompts of a resumed run must be the same.
+                strftime_now=lambda form: "26 Jul 2024",
             )
 
     def encode(self, text: str, context: str = "", add_special_tokens: bool = False) -> list[int]:
@@ -1431,15 +1433,16 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
         }
         with attempt(f"write {path}"):
             tokenizer.hf.save_pretrained(path)
+            file = path / "model.safetensors"
+            safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
             config.save_pretrained(path)
             for name, changes in names.items():
                 file = path / f"{name}.json"
                 file.write_text(json.dumps(read_json(file) | changes, indent=2))
             generation_config = tokenizer.folder / "generation_config.json"
             if generation_config.is_file():
-                shutil.copy(generation_config, path)
-            file = path / "model.safetensors"
-            safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
+                # without its mode, which may be read-only
+                shutil.copyfile(generation_config, path / generation_config.name)
             print0(f"saved {path}")
     if dist.is_initialized():
         dist.barrier()
@@ -1455,7 +1458,9 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 # consecutive seeds above FIRST_TRAINING_SEED. If the episode goes on, `text` is the next prompt.
 # info["demonstration"] of reset is an answer to learn in the warm start. info["success"] of the
 # last step counts for accuracy. info["rewards"] of a step may hold dense rewards in addition to
-# `reward`: [(end, reward), ...], each for the characters response[:end].
+# `reward`: [(end, reward), ...], each for the characters response[:end]. An environment that has
+# `num_prompts`, and at seed i prompt i % num_prompts, has each of them evaluated equally often, and
+# those that are too long are found before the run begins.
 # Your own: a reward function for Prompts-v0, or --env-id my_module:MyEnv-v0.
 
 
@@ -1517,6 +1522,7 @@ class Prompts(gym.Env):
 
     def __init__(self, path: str, reward: str | None = None):
         self.rows = load_rows(str(path), self.convert)
+        self.num_prompts = len(self.rows)
         if reward:
             with attempt(f"import the reward function {reward}"):
                 self.reward = pkgutil.resolve_name(reward)  # in place of the method below
@@ -1576,9 +1582,18 @@ ENV_TIMEOUT = 600  # seconds that the environments may take for a turn
 
 @functools.cache
 def env_threads() -> ThreadPool:
-    threads = ThreadPool(256)  # most of them wait, for example for a judge
+    threads = ThreadPool(256, set_up_thread, (False,))  # most wait, for example for a judge
     atexit.register(threads.terminate)  # one that hangs does not keep the process from ending
     return threads
+
+
+def set_up_thread(gradients: bool):
+    """In a new thread, and where the import of user code may have changed something."""
+    torch.set_grad_enabled(gradients)
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+    if torch.cuda.is_initialized():
+        torch.cuda.set_device(LOCAL_RANK)
 
 
 def reset(env: gym.Env, seed: int) -> tuple[str, dict]:
@@ -1590,13 +1605,14 @@ def reset(env: gym.Env, seed: int) -> tuple[str, dict]:
 def in_threads(method: Callable, turns):
     """`method(episode, ...)` of each of `turns`, on a thread of its own."""
 
-    def call(episode, *rest):
-        with attempt(f"play the episode with seed {episode.seed}", CodeError):
-            method(episode, *rest)
+    def call(turn):
+        with attempt(f"play the episode with seed {turn[0].seed}", CodeError):
+            method(*turn)
 
-    calls = env_threads().starmap_async(call, turns, chunksize=1)
+    calls = env_threads().imap_unordered(call, turns)
     with attempt(f"play a turn of all environments in {ENV_TIMEOUT} seconds"):
-        calls.get(ENV_TIMEOUT)
+        for _ in turns:
+            calls.next(ENV_TIMEOUT)  # raises the first error at once
 
 
 def dense_rewards(pairs, ids: list[int], tokenizer: HFTokenizer) -> Iterator[tuple[int, float]]:
@@ -1632,7 +1648,20 @@ def make_envs(args, evaluation: bool = False) -> list[gym.Env]:
                 "Prompts-v0: nothing gives rewards. Add --reward-model, or a function of yours to "
                 '--env-kwargs, "reward": "my_module:my_function"'
             )
-        return [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
+        envs = []
+        ON_EXIT.callback(close_all, envs)
+        for _ in range(count):
+            envs.append(gym.make(args.env_id, disable_env_checker=True, **kwargs))
+    set_up_thread(gradients=True)
+    return envs
+
+
+def close_all(envs: list[gym.Env]):
+    for env in envs:
+        try:
+            env.close()
+        except Exception as error:
+            print0(f"cannot close an environment: {error!r}")
 
 
 # === 9. Statistics, evaluation, diagnosis ===
@@ -1673,6 +1702,8 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
     The reward is without --truncation-penalty.
     """
     N = args.eval_episodes
+    prompts = getattr(envs[0].unwrapped, "num_prompts", N)
+    N -= N % min(N, prompts)  # each of few prompts counts equally often
     noise = -1 - iteration  # negative: other noise than in training
 
     def play_at(temperature):
@@ -1683,6 +1714,7 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
     if reward_model:
         add_scores(sampled, reward_model, args)
     return {
+        "episodes": N,
         "accuracy": sum(e.success for e in sampled) / N,
         "greedy_accuracy": sum(e.success for e in greedy) / N,
         "reward": sum(sum(e.rewards) for e in sampled) / N,
@@ -1771,6 +1803,7 @@ def diagnose_ratio(actor, sampler, experience, steps, early_stop, state, args) -
         "first_dev": measured[0]["ratio_dev"],  # mean |ratio - 1| of the first minibatch,
         "last_dev": measured[-1]["ratio_dev"],  # and of the last one
         "advantage_std": experience.advantage_std,
+        "early_stop_kl": early_stop and early_stop["approx_kl"],  # at which the epochs ended
     }
     first_dev = signals["first_dev"]
     noise = 2 * max(first_dev, 1e-7)  # of rounding
@@ -1858,7 +1891,10 @@ def find_mistakes(metrics: dict, experience: Experience, args) -> list[str]:
 # === 10. Errors, flags, ranks, models ===
 
 RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+ON_EXIT = contextlib.ExitStack()  # what is left to do when `train` ends, however it ends
 
 
 class UserError(ValueError):
@@ -1891,7 +1927,8 @@ progress_bar = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 
 
 def print0(text: str):
     if RANK == 0:
-        print(text, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # if stdout was closed
+            print(text, flush=True)
 
 
 def complete(args: Args) -> Args:
@@ -1956,13 +1993,11 @@ def plan_steps(args) -> types.SimpleNamespace:
     minibatches = samples // args.train_batch_size
     update_steps = minibatches * args.ppo_epochs  # of the actor
     critic_steps = minibatches * args.critic_epochs
-    actor_iterations = max(0, args.num_iterations - args.critic_warmup_iterations)
     return types.SimpleNamespace(
         minibatches=minibatches,
         update_steps=update_steps,
         critic_steps=critic_steps,
-        actor_steps_total=update_steps * actor_iterations,
-        critic_steps_total=critic_steps * args.num_iterations,
+        actor_iterations=args.num_iterations - args.critic_warmup_iterations,
     )
 
 
@@ -1970,18 +2005,13 @@ def print_plan(args, plan: types.SimpleNamespace):
     prompts, n = args.rollout_batch_size, args.n_samples_per_prompt
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     kl = f"KL x {args.kl_coef:g} in the {'loss' if args.kl_loss else 'reward'}"
-    names = ("max_prompt_tokens", "max_new_tokens", "actor_lr", "critic_lr")
-    settings = ", ".join(f"{name} {getattr(args, name):g}" for name in names)
     print0(f"""\
   ranks      {WORLD_SIZE}, {args.device}, {args.dtype}, compile {args.compile}
   rollout    {prompts} prompts x {n} samples
   critic     {args.critic_epochs} {batches} = {plan.critic_steps} optimizer steps
   actor      {args.ppo_epochs} {batches} = {plan.update_steps} optimizer steps
-  warm-up    {args.critic_warmup_iterations} iterations without steps of the actor
   reference  {kl if args.kl_coef else "none"}
-  run        {args.num_iterations} iterations: {plan.actor_steps_total:,} steps of the actor, \
-{plan.critic_steps_total:,} of the critic
-  settings   {settings}""")
+  run        {args.num_iterations} iterations""")
 
 
 def connect(args):
@@ -1989,7 +2019,7 @@ def connect(args):
     use_cuda = args.device == "cuda"
     if use_cuda:
         with attempt("use --device cuda"):
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(LOCAL_RANK)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for every new shape
     elif not args.model:
         torch.set_num_threads(1)  # the default model is too small for more
@@ -2121,15 +2151,22 @@ def longest(args) -> int:
     return args.max_prompt_tokens + args.max_new_tokens
 
 
-def build_actor(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
-    """The tokenizer and the actor, with the weights of --model or random ones."""
+def build_actor(args, envs, eval_envs) -> tuple[HFTokenizer, Transformer]:
+    """The tokenizer and the actor, with the weights of --model or random ones.
+
+    Refuses prompts that are too long, where the environment says how many there are.
+    """
     if args.model:
         config, tokenizer = load_config_and_tokenizer(args.model, longest(args))
         actor = build_model(config, "lm", args)
         load_weights(actor, args.model)
-        return tokenizer, actor
-    tokenizer, embedded = embedded_model(args, env)
-    return tokenizer, copy_model(embedded, args)
+    else:
+        tokenizer, embedded = embedded_model(args, envs[0])
+        actor = copy_model(embedded, args)
+    for env in envs[0], eval_envs[0]:
+        for seed in range(getattr(env.unwrapped, "num_prompts", 0)):
+            Episode(seed).begin(env, tokenizer, args)
+    return tokenizer, actor
 
 
 def build_critic(actor: Transformer, tokenizer: HFTokenizer, args) -> Transformer:
@@ -2247,6 +2284,7 @@ class TrainState:
     """What an iteration passes on to the next, besides weights and moments. It is saved as JSON."""
 
     iteration: int = 0  # iterations done
+    prompts: int = 0  # training prompts played
     actor_steps: int = 0
     critic_steps: int = 0
     eval_before: dict | None = None
@@ -2269,7 +2307,7 @@ class StopSignals:
         self.received = 0  # by this rank
         self.number = 0  # by any rank, when `agree` was called
         for number in SIGNALS:
-            signal.signal(number, self.receive)
+            ON_EXIT.callback(signal.signal, number, signal.signal(number, self.receive))
         # A signal that comes while a process is forked waits until the child can heed it.
         os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
@@ -2285,6 +2323,26 @@ class StopSignals:
         self.number = int(all_reduce(torch.tensor(self.received), dist.ReduceOp.MAX))
 
 
+@contextlib.contextmanager
+def cleaned_up():
+    """Afterwards environments are closed, and signals have the handlers from before."""
+    with ON_EXIT:
+        yield
+
+
+train = cleaned_up()(train)
+
+
+def earlier_lines(path: Path, iteration: int) -> Iterator[bytes]:
+    """The lines of iterations before this one, without those that are damaged."""
+    for line in path.read_bytes().splitlines():
+        try:
+            if json.loads(line)["iteration"] < iteration:
+                yield line + b"\n"
+        except Exception:
+            print0(f"left out a damaged line of {path}: {line!r:.80}")
+
+
 class Run:
     """The folder <log_dir>/<run_name>/: *.jsonl, TensorBoard's file, config.json, summary.json."""
 
@@ -2292,7 +2350,7 @@ class Run:
         self.args, self.state, self.summary = args, state, {}
         self.started = time.monotonic()
         self.print_once = functools.cache(print0)
-        env, now = args.env_id.split(":")[-1], time.strftime("%Y%m%d-%H%M%S")
+        env, now = args.env_id.split(":")[-1], time.strftime("%Y%m%d-%H%M%S-") + os.urandom(2).hex()
         names = [args.run_name or f"{env}__{Path(__file__).stem}__{args.seed}__{now}"]
         dist.broadcast_object_list(names)
         self.path = Path(args.log_dir, names[0])
@@ -2300,15 +2358,13 @@ class Run:
             return
         with attempt(f"write {self.path}"):
             self.path.mkdir(parents=True, exist_ok=args.resume == "auto")
-            config = {"args": vars(args), "argv": sys.argv}
+            config = {"args": vars(args)}
             (self.path / "config.json").write_text(json.dumps(config, indent=2))
             for name in ("metrics", "completions"):
                 # Lines after the checkpoint that is resumed will be written again.
                 path = self.path / f"{name}.jsonl"
-                lines = path.read_text().splitlines(True) if path.exists() else []
-                whole = [line for line in lines if line.endswith("\n")]
-                old = [x for x in whole if json.loads(x)["iteration"] < state.iteration]
-                path.write_text("".join(old))
+                path.touch()
+                path.write_bytes(b"".join(earlier_lines(path, state.iteration)))
         if args.track:
             with attempt("start Weights & Biases for --track"):
                 import wandb
@@ -2357,10 +2413,11 @@ class Run:
         with open(self.path / f"{name}.jsonl", "a") as file:
             file.write(line + "\n")
 
-    def close(self, status: str):
+    def close(self, status: str) -> dict:
         atexit.unregister(self.close)
         self.summary |= {
             "status": status,
+            "eval_before": self.state.eval_before,
             "iterations": self.state.iteration,
             "update_steps": self.state.actor_steps,
             "seconds": time.monotonic() - self.started,
@@ -2368,6 +2425,7 @@ class Run:
         if RANK == 0:
             (self.path / "summary.json").write_text(json.dumps(self.summary, indent=2))
             self.writer.close()
+        return self.summary
 
 
 def checkpoint_tensors(checkpointed: dict) -> dict[str, Tensor]:
@@ -2381,21 +2439,18 @@ def checkpoint_tensors(checkpointed: dict) -> dict[str, Tensor]:
     return tensors
 
 
-def file_sizes(path: Path) -> dict[str, int]:
-    """Bytes of the safetensors files, one of each rank that saved."""
-    return {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
-
-
 def is_complete(path: Path) -> bool:
-    """Whether the checkpoint has all its files. DCP does not see that one is missing."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return read_json(path / "state.json")["sizes"] == file_sizes(path)
+    """Whether all files are there, with headers that fit their sizes. DCP reads what there is."""
+    with contextlib.suppress(Exception):
+        for name in read_json(path / "state.json")["files"]:
+            safetensors.safe_open(path / name, "pt")
+        return True
     return False
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Those of a run, oldest first. What has another name belongs to the user."""
-    return [path for path in sorted(folder.glob("iter_" + 6 * "[0-9]")) if is_complete(path)]
+def checkpoints(folder: Path) -> list[Path]:
+    """Those of a run, newest first. What has another name belongs to the user."""
+    return sorted(folder.glob("iter_" + 6 * "[0-9]"), reverse=True)
 
 
 KEEP_CHECKPOINTS = 2
@@ -2412,11 +2467,13 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
         writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
         dcp.save(checkpoint_tensors(checkpointed), storage_writer=writer)
         if RANK == 0:
-            content = {"state": vars(state), "args": vars(args), "sizes": file_sizes(partial)}
+            files = [file.name for file in partial.glob("*.safetensors")]  # of each rank
+            content = {"state": vars(state), "args": vars(args), "files": files}
             (partial / "state.json").write_text(json.dumps(content))
             shutil.rmtree(path, ignore_errors=True)  # an incomplete one
+            os.sync()  # so that after a power failure, too, what has its name is complete
             partial.rename(path)
-            for old in complete_checkpoints(path.parent)[:-KEEP_CHECKPOINTS]:
+            for old in list(filter(is_complete, checkpoints(path.parent)))[KEEP_CHECKPOINTS:]:
                 shutil.rmtree(old, ignore_errors=True)  # a link stays
     print0(f"saved {path}")
 
@@ -2426,8 +2483,11 @@ def find_checkpoint(args) -> Path | None:
     if args.resume is None:
         return None
     if args.resume == "auto":
-        found = complete_checkpoints(Path(args.log_dir, args.run_name, "checkpoints"))
-        return found[-1] if found else None
+        for path in checkpoints(Path(args.log_dir, args.run_name, "checkpoints")):
+            if is_complete(path):
+                return path
+            print0(f"passed over {path}: files are missing or damaged")
+        return None
     return Path(args.resume)
 
 
@@ -2435,7 +2495,7 @@ def resume(path: Path, checkpointed: dict, args) -> TrainState:
     """Load a checkpoint into models and optimizers."""
     with attempt(f"resume from {path}"):
         if not is_complete(path):
-            raise ValueError("files are missing, or not as long as they were")
+            raise ValueError("files are missing or damaged")
         content = read_json(path / "state.json")
         for name, value in vars(args).items():
             before = content["args"].get(name)
@@ -2450,7 +2510,8 @@ def resume(path: Path, checkpointed: dict, args) -> TrainState:
 
 def main():
     sys.path.append(os.getcwd())  # find modules of the user in the working directory, too
-    sys.stdout.reconfigure(errors="backslashreplace")  # where it cannot show all characters
+    with contextlib.suppress(Exception):  # if stdout was replaced or closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # where it cannot show all characters
     text = f"{Args.__doc__} DEFAULTS without and with --model: {DEFAULTS}"
     args = tyro.cli(Args, description=text, console_outputs=RANK == 0)
     try:
