@@ -545,14 +545,14 @@ def make_experience(episodes, actor, critic, reference, state, args):
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
     if reference and not args.kl_loss:  # not in place: the logged reward is without the KL
         rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
+    if not rewards.norm().isfinite():  # whitening squares, too
+        raise UserError("a reward, or its penalty for the KL, is not finite, or is too large")
 
     # --- Values, advantages and returns. Advantages are whitened over the whole rollout.
     values = forward_all(critic.sampled_values, experience, args)
     # FORK: advantages.
     advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda)
     _, returns = compute_gae(rewards, values, mask, args.gamma, args.critic_lambda)
-    if not advantages.norm().isfinite():
-        raise UserError("a reward, its penalty for the KL, or a value is not finite, or too large")
     advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
     if advantage_std < 1e-6:  # rounding errors alone, which whitening would amplify
         advantages = torch.zeros_like(advantages)
