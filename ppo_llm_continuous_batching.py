@@ -2523,6 +2523,12 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("iter_" + 6 * "[0-9]"), reverse=True)
 
 
+def sync(path: Path):
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.close(file)
+
+
 KEEP_CHECKPOINTS = 2
 
 
@@ -2541,7 +2547,8 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
             content = {"state": vars(state), "args": vars(args), "files": files}
             (partial / "state.json").write_text(json.dumps(content))
             shutil.rmtree(path, ignore_errors=True)  # an incomplete one
-            os.sync()  # so that after a power failure, too, what has its name is complete
+            for written in (*partial.iterdir(), partial):  # to the disk: the power may fail
+                sync(written)
             partial.rename(path)
             for old in list(filter(is_complete, checkpoints(path.parent)))[KEEP_CHECKPOINTS:]:
                 shutil.rmtree(old, ignore_errors=True)  # a link stays

@@ -74,9 +74,7 @@ def run(ppo, folder, name, flags, fault=None):
     if fault.get("signal") == ppo.RANK:
         patches.append(on_call(ppo, "make_experience", 2, send(signal.SIGTERM)))
     if "kill" in fault:
-        function, number = fault["kill"]
-        *module, function = function.split(".")
-        patches.append(on_call(getattr(ppo, *module) if module else ppo, function, number, send(signal.SIGKILL)))
+        patches.append(on_call(ppo, *fault["kill"], send(signal.SIGKILL)))
     with ExitStack() as stack:
         [stack.enter_context(patch) for patch in patches]
         try:

@@ -100,7 +100,7 @@ def test_a_run_resumed_with_other_sizes_goes_on_with_its_prompts_and_schedules(p
     before = SMALL | dict(num_iterations=4, save_every=2, actor_lr=1e-3, critic_lr=1e-3, lr_end=0.2)
     with on_call(ppo, "policy_loss", 8, lambda *_: os.kill(os.getpid(), signal.SIGTERM)):
         seeds = distributed_worker.run(ppo, tmp_path, "run", before)["episodes"]
-    flags = before | dict(resume="auto") | sizes
+    flags = before | dict(resume="auto", run_name="run") | sizes
     seeds += distributed_worker.run(ppo, tmp_path, "run", flags)["episodes"]
     seeds = [seed for seed, *_ in seeds if seed >= ppo.FIRST_TRAINING_SEED]
     N, warmup, first = flags["num_iterations"], sizes.get("critic_warmup_iterations", 0), seeds[0]
@@ -138,14 +138,14 @@ def test_a_small_file_is_evaluated_in_whole_and_an_export_overwrites(ppo, tmp_pa
 @pytest.mark.parametrize(("function", "number", "saved"), [
     ("value_loss", 9, [1, 2]),  # in the third iteration
     ("checkpoint_tensors", 2, [1]),
-    ("os.sync", 2, [1]),  # all tensors are written, but the checkpoint is not complete
+    ("sync", 4, [1]),  # all tensors are written, but the checkpoint is not complete
 ])  # fmt: skip
 def test_kill_9(ppo, whole, tmp_path, function, number, saved):
     """At any time, also while saving, it leaves the checkpoint before."""
     (tmp_path / "plan.json").write_text(json.dumps([("run", RUN, {"kill": [function, number]})]))
     code, output = finish(start([sys.executable, distributed_worker.__file__, ppo.__file__, tmp_path], tmp_path), 120)
     assert code == -signal.SIGKILL and iterations(tmp_path / "run") == saved, output
-    assert (tmp_path / "run" / "checkpoints" / "partial").exists() == (function == "os.sync")
+    assert (tmp_path / "run" / "checkpoints" / "partial").exists() == (function == "sync")
     distributed_worker.run(ppo, tmp_path, "run", RUN | dict(resume="auto"))
     distributed_worker.run(ppo, tmp_path, "whole", RUN)
     assert_same(tmp_path / "whole", tmp_path / "run")
