@@ -126,7 +126,8 @@ class Args:
     rollout_batch_size: int = 256  # prompts of a rollout, on all ranks together
     n_samples_per_prompt: int = 1  # responses to each prompt
     rollout_slots: int = 256  # samples that a rank decodes at the same time, at most
-    max_prompt_tokens: int | None = None  # longer prompts are an error; default: see DEFAULTS
+    # longer prompts are an error, those of files at the start; default: see DEFAULTS
+    max_prompt_tokens: int | None = None
     max_new_tokens: int | None = None  # after the prompt, of all turns; default: see DEFAULTS
     temperature: float = 1.0  # divides the logits in rollouts, and in all log-probs of PPO
     # old log-probs are those of the actor; --no-recompute-old-logprobs: those of the sampler
