@@ -108,7 +108,8 @@ class Serves(TextEnv):
 
     def __init__(self, error=None):
         self.error, self.done = error, threading.Event()
-        threading.Thread(target=self.done.wait).start()
+        self.thread = threading.Thread(target=self.done.wait)
+        self.thread.start()
         OPEN.append(self)
 
     def turn(self, response):
@@ -119,6 +120,7 @@ class Serves(TextEnv):
     def close(self):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         self.done.set()
+        self.thread.join()
         OPEN.remove(self)  # raises where it is closed twice
         if len(OPEN) % 2:
             raise RuntimeError("does not close")

@@ -114,9 +114,10 @@ def test_a_run_resumed_with_other_sizes_goes_on_with_its_prompts_and_schedules(p
 
 
 def test_runs_of_the_same_second_have_different_names(ppo, tmp_path):
-    with mock.patch.object(ppo.time, "strftime", return_value="now-"):
+    args = ppo.Args(**SMALL | dict(log_dir=str(tmp_path), num_iterations=0))
+    with mock.patch.object(ppo.time, "strftime", return_value="now-"), mock.patch.object(ppo, "SummaryWriter"):
         for _ in range(2):
-            train(ppo, tmp_path, run_name=None, num_iterations=0, sft_steps=0)
+            ppo.train(args)
     assert len(list(tmp_path.iterdir())) == 2
 
 
