@@ -1264,6 +1264,10 @@ def read_json(path: Path):
     return json.loads(path.read_text("utf-8"))
 
 
+# In place of today's, which some templates write: the prompts of a resumed run must be the same.
+FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+
+
 class HFTokenizer:
     """Text <-> ids, chat template and stop ids of a Hugging Face folder."""
 
@@ -1304,10 +1308,9 @@ class HFTokenizer:
         with attempt(f"render the chat template of {self.folder}"):
             return self.hf.apply_chat_template(
                 messages,
+                chat_template=FIXED_DATE + self.hf.get_chat_template(),
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                # Not today's: tomorrow the prompts of a resumed run must be the same.
-                strftime_now=lambda form: "26 Jul 2024",
             )
 
     def encode(self, text: str, context: str = "", add_special_tokens: bool = False) -> list[int]:
