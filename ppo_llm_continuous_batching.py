@@ -103,7 +103,7 @@ class Args:
     """PPO for language models. `--flag None` sets a flag to None."""
 
     seed: int = 1  # seed of initial weights, training prompts, sampling and minibatches
-    run_name: str | None = None  # default: <environment>__<script>__<seed>__<time>
+    run_name: str | None = None  # default: <environment>__<script>__<seed>__<time>-<random>
     log_dir: str = "runs"  # folder of the runs
     track: bool = False  # log to Weights & Biases, too
     wandb_project: str = "ppo_llm"  # its project
@@ -127,7 +127,8 @@ class Args:
     rollout_batch_size: int = 256  # prompts of a rollout, on all ranks together
     n_samples_per_prompt: int = 1  # responses to each prompt
     rollout_slots: int = 256  # samples that a rank decodes at the same time, at most
-    max_prompt_tokens: int | None = None  # longer prompts are an error; default: see DEFAULTS
+    # longer prompts are an error, those of files at the start; default: see DEFAULTS
+    max_prompt_tokens: int | None = None
     max_new_tokens: int | None = None  # of all turns and replies; default: see DEFAULTS
     temperature: float = 1.0  # divides the logits in rollouts, and in all log-probs of PPO
     # old log-probs are those of the actor; --no-recompute-old-logprobs: those of the sampler
@@ -263,13 +264,19 @@ def value_loss(values, old_values, returns, mask, clip, denom) -> Tensor:
 
 def train(args: Args) -> dict:
     """Run PPO. Returns what summary.json holds. Raises UserError for what the user can fix."""
+    with contextlib.ExitStack() as on_exit:  # closes environments, restores handlers of signals
+        return run_ppo(args, on_exit)
+
+
+def run_ppo(args: Args, on_exit: contextlib.ExitStack) -> dict:
     args = complete(args)  # Joins the ranks, too. No flag changes after this.
-    envs = make_envs(args)
-    eval_envs = make_envs(args, evaluation=True)
+    envs = make_envs(args, on_exit)
+    eval_envs = make_envs(args, on_exit, evaluation=True)
 
     # --- Models. In a new run the warm start (--sft-steps) comes before the copies of the actor.
     resumed = find_checkpoint(args)  # None in a new run
     tokenizer, actor = build_actor(args, envs[0])
+    check_prompts([envs[0], eval_envs[0]], tokenizer, args)
     if not resumed:
         warm_start(actor, tokenizer, envs[0], args)
     critic = build_critic(actor, tokenizer, args)
@@ -290,25 +297,21 @@ def train(args: Args) -> dict:
     sampler = copy_model(actor, args, sampler=True)
     plan = plan_steps(args)
     run = Run(args, state)
-    stop = StopSignals()
+    stop = StopSignals(on_exit)
     print_plan(args, plan)
     decoder = Decoder(sampler, decoder_rows(args), tokenizer.stop_ids, args)
     evaluate_now = functools.partial(evaluate, decoder, tokenizer, reward_model, eval_envs)
     if state.eval_before is None:
         state.eval_before = evaluate_now(state.iteration, args)
-    run.summary["eval_before"] = state.eval_before
-    print0(f"before PPO: {state.eval_before}")
 
     while state.iteration < args.num_iterations and not stop.number:
-        clock = Clock()
         evaluation = {}  # of the policy that is about to sample
         if args.eval_every and state.iteration and state.iteration % args.eval_every == 0:
             evaluation = evaluate_now(state.iteration, args)
-            print0(f"after {state.iteration} iterations: {evaluation}")
-        clock.end("evaluation")
+        clock = Clock()
 
         # --- Rollout: a rank plays a share of the episodes, and gets all. A seed names a prompt.
-        first = first_prompt(args) + state.iteration * args.rollout_batch_size
+        first = first_prompt(args) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
         episodes = play(decoder, tokenizer, envs, seeds, state.iteration, args)
@@ -340,15 +343,16 @@ def train(args: Args) -> dict:
                     # 0 up to rounding in the first minibatch of an iteration, like |ratio - 1|
                     value_dev = ((newvalues - mb.values) * mb.mask).abs().sum() / n_tokens
                     stats.append({"value_loss": v_loss, "value_dev": value_dev})
-                progress = state.critic_steps / plan.critic_steps_total
-                lr = linear_schedule(args.critic_lr, args.lr_end, progress)
+                done = state.iteration + len(critic_stats) / plan.critic_steps  # iterations
+                lr = linear_schedule(args.critic_lr, args.lr_end, done / args.num_iterations)
                 step = optimizer_step(critic, critic_optimizer, lr, args)
                 critic_stats.append(reduce_stats(stats) | step)
                 state.critic_steps += 1
         clock.end("critic")
 
         # --- Actor epochs; none while only the critic is trained
-        epochs = args.ppo_epochs if state.iteration >= args.critic_warmup_iterations else 0
+        iteration = state.iteration - args.critic_warmup_iterations
+        epochs = args.ppo_epochs if iteration >= 0 else 0
         actor_stats = []  # of each optimizer step
         early_stop = None  # statistics of the minibatch at which --target-kl ended the epochs
         for epoch in range(epochs):
@@ -377,9 +381,9 @@ def train(args: Args) -> dict:
                 if args.target_kl is not None and step["approx_kl"] > args.target_kl:
                     early_stop = step
                     actor_optimizer.zero_grad()
-                    break  # the minibatches that are left out do not advance the schedule
-                progress = state.actor_steps / plan.actor_steps_total
-                lr = linear_schedule(args.actor_lr, args.lr_end, progress)
+                    break
+                done = iteration + len(actor_stats) / plan.update_steps
+                lr = linear_schedule(args.actor_lr, args.lr_end, done / plan.actor_iterations)
                 step |= optimizer_step(actor, actor_optimizer, lr, args)
                 actor_stats.append(step)
                 state.actor_steps += 1
@@ -398,25 +402,21 @@ def train(args: Args) -> dict:
             episodes, experience, actor_stats, critic_stats, evaluation, clock
         )
         # FORK: numbers of your own, as metrics["mine/number"] = float(...)
-        run.log(
-            metrics, completions(episodes, experience), find_mistakes(metrics, experience, args)
-        )
+        run.log(metrics, episodes, experience)
         state.iteration += 1
+        state.prompts += args.rollout_batch_size
         stop.agree()  # whether any rank has received a signal
         is_last = state.iteration == args.num_iterations
-        is_due = args.save_every and (is_last or state.iteration % args.save_every == 0)
-        if is_due or stop.number:
+        if stop.number or (args.save_every and (is_last or state.iteration % args.save_every == 0)):
             save_checkpoint(run.path, checkpointed, state, args)
 
     save_hf_checkpoint(actor, tokenizer, run.path / "model")
     save_hf_checkpoint(critic, tokenizer, run.path / "critic")
-    if not stop.number:
-        run.summary["eval_after"] = evaluate_now(state.iteration, args)
-        print0(f"after PPO: {run.summary['eval_after']}")
-    run.close("interrupted" if stop.number else "completed")
     if stop.number:
+        run.close("interrupted")
         raise SystemExit(128 + stop.number)
-    return run.summary
+    run.summary["eval_after"] = evaluate_now(state.iteration, args)
+    return run.close("completed")
 
 
 def linear_schedule(first: float, end_fraction: float, progress: float) -> float:
@@ -537,7 +537,7 @@ def make_experience(episodes, actor, critic, reference, state, args):
     old_logprobs = experience.logprobs
     if args.recompute_old_logprobs:
         old_logprobs = logprobs_of_all(actor, experience, args)
-    ref_logprobs = old_logprobs  # without a reference: the KL is 0
+    ref_logprobs = old_logprobs * math.nan  # without a reference there is no KL
     if reference:
         ref_logprobs = logprobs_of_all(reference, experience, args)
 
@@ -549,10 +549,10 @@ def make_experience(episodes, actor, critic, reference, state, args):
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
-    if not args.kl_loss:  # else it is in the loss. Not in place: it is not in the logged reward.
+    if reference and not args.kl_loss:  # else it is in the loss. The logged reward is without it.
         rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
-    if not rewards.isfinite().all():
-        raise UserError("a reward, or its penalty for the KL, is not finite")
+    if not rewards.norm().isfinite():  # whitening squares, too
+        raise UserError("a reward, or its penalty for the KL, is not finite, or is too large")
 
     # --- Values, advantages and returns. Advantages are whitened over the whole rollout.
     values = forward_all(critic.sampled_values, experience, args)
@@ -728,10 +728,8 @@ class Slots:
     def decode(self) -> list[Iterator]:
         """Make some decode steps. Returns the players whose responses have ended."""
         decoder = self.decoder
-        used = int((decoder.length * decoder.alive).max()) - 1 + decoder.steps
-        attend = min(round_up(used, 128), decoder.cache.size)  # few shapes and graphs
-        for _ in range(decoder.steps):
-            decoder.step(attend)
+        longest = int((decoder.length * decoder.alive).max())
+        decoder.decode_block(longest - 1 + decoder.steps)
         players = []
         alive, length = decoder.alive.tolist(), decoder.length.tolist()  # the host waits
         for row, (player, episode) in list(self.playing.items()):
@@ -1146,6 +1144,12 @@ class Decoder:
         self.temperature.fill_(args.temperature or 1.0)
         self.noise_scale.fill_(args.temperature > 0)
 
+    def decode_block(self, used: int):
+        """As many decode steps as need no wait, of rows that end within `used` positions."""
+        attend = min(round_up(used, 128), self.cache.size)  # few shapes and graphs
+        for _ in range(self.steps):
+            self.step(attend)
+
     def step(self, attend: int):
         """A decode_step of all rows, which reads `attend` positions of the cache."""
         if attend in self.graphs:
@@ -1273,6 +1277,10 @@ def write_json(path: Path, content: dict):
     path.write_text(json.dumps(content, indent=2))
 
 
+# In place of today's, which some templates write: the prompts of a resumed run must be the same.
+FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+
+
 class HFTokenizer:
     """Text <-> ids, chat template and stop ids of a Hugging Face folder."""
 
@@ -1312,7 +1320,10 @@ class HFTokenizer:
         messages = [{"role": role, "content": content} for role, content in turns]
         with attempt(f"render the chat template of {self.folder}"):
             return self.hf.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation_prompt
+                messages,
+                chat_template=FIXED_DATE + self.hf.get_chat_template(),
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
             )
 
     def encode(self, text: str, context: str = "", add_special_tokens: bool = False) -> list[int]:
@@ -1509,16 +1520,16 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
         }
         with attempt(f"write {path}"):
             tokenizer.hf.save_pretrained(path)
+            file = path / "model.safetensors"
+            safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
             config.save_pretrained(path)
             for name, changes in names.items():
                 file = path / f"{name}.json"
                 write_json(file, read_json(file) | changes)
             generation_config = tokenizer.folder / "generation_config.json"
             if generation_config.is_file():
-                shutil.copy(generation_config, path)
-            safetensors.torch.save_file(
-                weights, path / "model.safetensors", metadata={"format": "pt"}
-            )
+                # without its mode, which may be read-only
+                shutil.copyfile(generation_config, path / generation_config.name)
             print0(f"saved {path}")
     if dist.is_initialized():
         dist.barrier()
@@ -1534,7 +1545,9 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 # consecutive seeds above FIRST_TRAINING_SEED. If the episode goes on, `text` is the next prompt.
 # info["demonstration"] of reset is an answer to learn in the warm start. info["success"] of the
 # last step counts for accuracy. info["rewards"] of a step may hold dense rewards in addition to
-# `reward`: [(end, reward), ...], each for the characters response[:end].
+# `reward`: [(end, reward), ...], each for the characters response[:end]. An environment that has
+# `num_prompts`, and at seed i prompt i % num_prompts, has each of them evaluated equally often, and
+# those that are too long are found before the run begins.
 # truncated=True is final, too: nothing is added for what might have followed. Where gamma is 1 and
 # every episode is cut, the critic would learn its own value plus the reward, and grow for ever. If
 # a limit of time is not part of the task, add what is still to come to the last reward.
@@ -1599,6 +1612,7 @@ class Prompts(gym.Env):
 
     def __init__(self, path: str, reward: str | None = None):
         self.rows = load_rows(str(path), self.convert)
+        self.num_prompts = len(self.rows)
         if reward:
             with attempt(f"import the reward function {reward}"):
                 self.reward = pkgutil.resolve_name(reward)  # in place of the method below
@@ -1658,9 +1672,18 @@ ENV_TIMEOUT = 600  # seconds that the environments may take for a turn
 
 @functools.cache
 def env_threads() -> ThreadPool:
-    threads = ThreadPool(256)  # most of them wait, for example for a judge
+    threads = ThreadPool(256, set_up_thread, (False,))  # most wait, for example for a judge
     atexit.register(threads.terminate)  # one that hangs does not keep the process from ending
     return threads
+
+
+def set_up_thread(gradients: bool):
+    """In a new thread, and where the import of user code may have changed something."""
+    torch.set_grad_enabled(gradients)
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+    if torch.cuda.is_initialized():
+        torch.cuda.set_device(LOCAL_RANK)
 
 
 def reset(env: gym.Env, seed: int) -> tuple[str, dict]:
@@ -1672,13 +1695,14 @@ def reset(env: gym.Env, seed: int) -> tuple[str, dict]:
 def in_threads(method: Callable, turns):
     """`method(episode, ...)` of each of `turns`, on a thread of its own."""
 
-    def call(episode, *rest):
-        with attempt(f"play the episode with seed {episode.seed}", CodeError):
-            method(episode, *rest)
+    def call(turn):
+        with attempt(f"play the episode with seed {turn[0].seed}", CodeError):
+            method(*turn)
 
-    calls = env_threads().starmap_async(call, turns, chunksize=1)
+    calls = env_threads().imap_unordered(call, turns)
     with attempt(f"play a turn of all environments in {ENV_TIMEOUT} seconds"):
-        calls.get(ENV_TIMEOUT)
+        for _ in turns:
+            calls.next(ENV_TIMEOUT)  # raises the first error at once
 
 
 def dense_rewards(pairs, ids: list[int], tokenizer: HFTokenizer) -> Iterator[tuple[int, float]]:
@@ -1699,7 +1723,7 @@ def decoder_rows(args) -> int:
     return -(-share // waves)
 
 
-def make_envs(args, evaluation: bool = False) -> list[gym.Env]:
+def make_envs(args, on_exit: contextlib.ExitStack, evaluation: bool = False) -> list[gym.Env]:
     """This rank's environments for a rollout, or for an evaluation."""
     count = decoder_rows(args)
     flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
@@ -1714,7 +1738,27 @@ def make_envs(args, evaluation: bool = False) -> list[gym.Env]:
                 "Prompts-v0: nothing gives rewards. Add --reward-model, or a function of yours to "
                 '--env-kwargs, "reward": "my_module:my_function"'
             )
-        return [gym.make(args.env_id, disable_env_checker=True, **kwargs) for _ in range(count)]
+        envs = []
+        on_exit.callback(close_all, envs)
+        for _ in range(count):
+            envs.append(gym.make(args.env_id, disable_env_checker=True, **kwargs))
+    set_up_thread(gradients=True)
+    return envs
+
+
+def close_all(envs: list[gym.Env]):
+    for env in envs:
+        try:
+            env.close()
+        except Exception as error:  # the run has ended all the same
+            print0(f"cannot close an environment: {error!r}")
+
+
+def check_prompts(envs: list[gym.Env], tokenizer: HFTokenizer, args):
+    """Refuse prompts that are too long, where the environment says how many it has."""
+    for env in envs:
+        for seed in progress_bar(range(getattr(env.unwrapped, "num_prompts", 0)), "prompts"):
+            Episode(seed).begin(env, tokenizer, args)
 
 
 # === 9. Statistics, evaluation, diagnosis ===
@@ -1750,11 +1794,13 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 
 def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[str, float]:
-    """Means over episodes sampled at temperature 1, and greedy accuracy.
+    """Means over episodes sampled at temperature 1, and greedy accuracy; prints them.
 
     The reward is without --truncation-penalty.
     """
     N = args.eval_episodes
+    prompts = getattr(envs[0].unwrapped, "num_prompts", N)
+    N -= N % min(N, prompts)  # each of few prompts counts equally often
     noise = -1 - iteration  # negative: other noise than in training
 
     def play_at(temperature):
@@ -1764,12 +1810,15 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
     sampled, greedy = play_at(1.0), play_at(0.0)
     if reward_model:
         add_scores(sampled, reward_model, args)
-    return {
+    result = {
+        "episodes": N,
         "accuracy": sum(e.success for e in sampled) / N,
         "greedy_accuracy": sum(e.success for e in greedy) / N,
         "reward": sum(sum(e.rewards) for e in sampled) / N,
         "response_tokens": sum(sum(e.mask) for e in sampled) / N,
     }
+    print0(f"after {iteration} iterations: {result}")
+    return result
 
 
 def iteration_metrics(episodes, experience, actor_stats, critic_stats, evaluation, clock) -> dict:
@@ -1855,6 +1904,7 @@ def diagnose_ratio(actor, sampler, experience, steps, early_stop, state, args) -
         "ratio/first_dev": first_dev,
         "ratio/last_dev": last_dev,
         "ratio/advantage_std": experience.advantage_std,
+        "ratio/early_stop_kl": early_stop and early_stop["approx_kl"],  # at which the epochs ended
     }
     noise = 2 * max(first_dev, 1e-7)  # of rounding
     moved = last_dev > noise
@@ -1941,6 +1991,7 @@ def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
 # === 10. Errors, flags, ranks, models ===
 
 RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -1974,7 +2025,8 @@ progress_bar = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 
 
 def print0(text: str):
     if RANK == 0:
-        print(text, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # if stdout was closed
+            print(text, flush=True)
 
 
 def complete(args: Args) -> Args:
@@ -2040,13 +2092,11 @@ def plan_steps(args) -> types.SimpleNamespace:
     minibatches = samples // args.train_batch_size
     update_steps = minibatches * args.ppo_epochs  # of the actor
     critic_steps = minibatches * args.critic_epochs
-    actor_iterations = max(0, args.num_iterations - args.critic_warmup_iterations)
     return types.SimpleNamespace(
         minibatches=minibatches,
         update_steps=update_steps,
         critic_steps=critic_steps,
-        actor_steps_total=update_steps * actor_iterations,
-        critic_steps_total=critic_steps * args.num_iterations,
+        actor_iterations=max(0, args.num_iterations - args.critic_warmup_iterations),
     )
 
 
@@ -2060,8 +2110,8 @@ def print_plan(args, plan: types.SimpleNamespace):
   actor      {args.ppo_epochs} {batches} = {plan.update_steps} optimizer steps
   warm-up    {args.critic_warmup_iterations} iterations without steps of the actor
   reference  {kl if args.kl_coef else "none"}
-  run        {args.num_iterations} iterations: {plan.actor_steps_total:,} steps of the actor, \
-{plan.critic_steps_total:,} of the critic
+  run        {args.num_iterations} iterations: {plan.update_steps * plan.actor_iterations:,} steps \
+of the actor, {plan.critic_steps * args.num_iterations:,} of the critic
   settings   max_prompt_tokens {args.max_prompt_tokens}, max_new_tokens {args.max_new_tokens}, \
 actor_lr {args.actor_lr:g}, critic_lr {args.critic_lr:g}""")
 
@@ -2071,7 +2121,7 @@ def connect(args):
     use_cuda = args.device == "cuda"
     if use_cuda:
         with attempt("use --device cuda"):
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(LOCAL_RANK)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for every new shape
     elif not args.model:
         torch.set_num_threads(1)  # the default model is too small for more
@@ -2337,6 +2387,7 @@ class TrainState:
     """What an iteration passes on to the next, besides weights and moments. It is saved as JSON."""
 
     iteration: int = 0  # iterations done
+    prompts: int = 0  # training prompts played
     actor_steps: int = 0
     critic_steps: int = 0
     eval_before: dict | None = None
@@ -2355,11 +2406,11 @@ def heed_signals():
 class StopSignals:
     """SIGTERM and Ctrl-C end the run after the current iteration."""
 
-    def __init__(self):
+    def __init__(self, on_exit: contextlib.ExitStack):
         self.received = 0  # by this rank
         self.number = 0  # by any rank, when `agree` was called
         for number in SIGNALS:
-            signal.signal(number, self.receive)
+            on_exit.callback(signal.signal, number, signal.signal(number, self.receive))
         # A signal that comes while a process is forked waits until the child can heed it.
         os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
@@ -2377,6 +2428,16 @@ class StopSignals:
         self.number = int(received)
 
 
+def earlier_lines(path: Path, iteration: int) -> Iterator[bytes]:
+    """The lines of iterations before this one, without those that are damaged."""
+    for line in path.read_bytes().splitlines():
+        try:
+            if json.loads(line)["iteration"] < iteration:
+                yield line + b"\n"
+        except Exception:
+            print0(f"left out a damaged line of {path}: {line!r:.80}")
+
+
 class Run:
     """The folder <log_dir>/<run_name>/: *.jsonl, TensorBoard's file, config.json, summary.json."""
 
@@ -2384,7 +2445,7 @@ class Run:
         self.args, self.state, self.summary = args, state, {}
         self.started = time.monotonic()
         self.print_once = functools.cache(print0)
-        env, now = args.env_id.split(":")[-1], time.strftime("%Y%m%d-%H%M%S")
+        env, now = args.env_id.split(":")[-1], time.strftime("%Y%m%d-%H%M%S-") + os.urandom(2).hex()
         names = [args.run_name or f"{env}__{Path(__file__).stem}__{args.seed}__{now}"]
         dist.broadcast_object_list(names)
         self.path = Path(args.log_dir, names[0])
@@ -2396,10 +2457,8 @@ class Run:
             for name in ("metrics", "completions"):
                 # Lines after the checkpoint that is resumed will be written again.
                 path = self.path / f"{name}.jsonl"
-                lines = path.read_text().splitlines(True) if path.exists() else []
-                whole = [line for line in lines if line.endswith("\n")]
-                old = [x for x in whole if json.loads(x)["iteration"] < state.iteration]
-                path.write_text("".join(old))
+                path.touch()
+                path.write_bytes(b"".join(earlier_lines(path, state.iteration)))
         if args.track:
             with attempt("start Weights & Biases for --track"):
                 import wandb
@@ -2415,9 +2474,10 @@ class Run:
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
         atexit.register(self.close, "failed")  # unless the run ends otherwise
 
-    def log(self, metrics: dict, samples: list[dict], mistakes: Iterator[str]):
+    def log(self, metrics: dict, episodes: list[Episode], experience: Experience):
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
         i = self.state.iteration
+        samples = completions(episodes, experience)
         with attempt("write the fields of TrainState as JSON"):  # before the first checkpoint
             json.dumps(vars(self.state))
         if RANK == 0:
@@ -2438,7 +2498,7 @@ class Run:
             f"explained {metrics['critic/explained_variance']:.2f}, "
             f"{metrics['time/iteration']:.2f} s"
         )
-        for text in mistakes:
+        for text in find_mistakes(metrics, experience, self.args):
             self.print_once(text)
 
     def append(self, name: str, row: dict):
@@ -2448,10 +2508,11 @@ class Run:
         with open(self.path / f"{name}.jsonl", "a") as file:
             file.write(line + "\n")
 
-    def close(self, status: str):
+    def close(self, status: str) -> dict:
         atexit.unregister(self.close)
         self.summary |= {
             "status": status,
+            "eval_before": self.state.eval_before,
             "iterations": self.state.iteration,
             "update_steps": self.state.actor_steps,
             "seconds": time.monotonic() - self.started,
@@ -2459,6 +2520,7 @@ class Run:
         if RANK == 0:
             write_json(self.path / "summary.json", self.summary)
             self.writer.close()
+        return self.summary
 
 
 def checkpoint_tensors(checkpointed: dict) -> dict[str, Tensor]:
@@ -2472,21 +2534,24 @@ def checkpoint_tensors(checkpointed: dict) -> dict[str, Tensor]:
     return tensors
 
 
-def file_sizes(path: Path) -> dict[str, int]:
-    """Bytes of the safetensors files, one of each rank that saved."""
-    return {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
-
-
 def is_complete(path: Path) -> bool:
-    """Whether the checkpoint has all its files. DCP does not see that one is missing."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return read_json(path / "state.json")["sizes"] == file_sizes(path)
+    """Whether all files are there, with headers that fit their sizes. DCP reads what there is."""
+    with contextlib.suppress(Exception):
+        for name in read_json(path / "state.json")["files"]:
+            safetensors.safe_open(path / name, "pt")
+        return True
     return False
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Those of a run, oldest first. What has another name belongs to the user."""
-    return [path for path in sorted(folder.glob("iter_" + 6 * "[0-9]")) if is_complete(path)]
+def checkpoints(folder: Path) -> list[Path]:
+    """Those of a run, newest first. What has another name belongs to the user."""
+    return sorted(folder.glob("iter_" + 6 * "[0-9]"), reverse=True)
+
+
+def sync(path: Path):
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.close(file)
 
 
 KEEP_CHECKPOINTS = 2
@@ -2506,11 +2571,14 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
         writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
         dcp.save(checkpoint_tensors(checkpointed), storage_writer=writer)
         if RANK == 0:
-            content = {"state": vars(state), "args": vars(args), "sizes": file_sizes(partial)}
+            files = [file.name for file in partial.glob("*.safetensors")]  # of each rank
+            content = {"state": vars(state), "args": vars(args), "files": files}
             write_json(partial / "state.json", content)
             shutil.rmtree(path, ignore_errors=True)  # an incomplete one
+            for written in (*partial.iterdir(), partial):  # to the disk: the power may fail
+                sync(written)
             partial.rename(path)
-            for old in complete_checkpoints(path.parent)[:-KEEP_CHECKPOINTS]:
+            for old in list(filter(is_complete, checkpoints(path.parent)))[KEEP_CHECKPOINTS:]:
                 shutil.rmtree(old, ignore_errors=True)  # a link stays
     print0(f"saved {path}")
 
@@ -2518,8 +2586,11 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
 def find_checkpoint(args) -> Path | None:
     """The checkpoint to resume; None for a new run."""
     if args.resume == "auto":
-        found = complete_checkpoints(Path(args.log_dir, args.run_name, "checkpoints"))
-        return found[-1] if found else None
+        for path in checkpoints(Path(args.log_dir, args.run_name, "checkpoints")):
+            if is_complete(path):
+                return path
+            print0(f"passed over {path}: files are missing or damaged")
+        return None
     return Path(args.resume) if args.resume else None
 
 
@@ -2527,7 +2598,7 @@ def resume(path: Path, checkpointed: dict, args) -> TrainState:
     """Load a checkpoint into models and optimizers."""
     with attempt(f"resume from {path}"):
         if not is_complete(path):
-            raise ValueError("files are missing, or not as long as they were")
+            raise ValueError("files are missing or damaged")
         content = read_json(path / "state.json")
         for name, value in vars(args).items():
             before = content["args"].get(name)
@@ -2542,7 +2613,8 @@ def resume(path: Path, checkpointed: dict, args) -> TrainState:
 
 def main():
     sys.path.append(os.getcwd())  # find modules of the user in the working directory, too
-    sys.stdout.reconfigure(errors="backslashreplace")  # where it cannot show all characters
+    with contextlib.suppress(Exception):  # if stdout was replaced or closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # where it cannot show all characters
     args = tyro.cli(
         Args,
         description=f"{Args.__doc__} DEFAULTS without and with --model: {DEFAULTS}",

@@ -1,10 +1,13 @@
 """Small text environments for the tests, well-behaved and broken ones. Importing the module registers them."""
 
 import math
+import signal
 import sys
+import threading
 import time
 
 import gymnasium as gym
+import torch
 
 
 def length(prompt, response, row):
@@ -93,6 +96,48 @@ class Hangs(TextEnv):
     turn = lambda self, response: time.sleep(3600)
 
 
+class RaisesOrHangs(TextEnv):
+    turn = lambda self, response: Raises.turn(self, response) if self.seed % 2 else time.sleep(3600)
+
+
+OPEN = []  # of the next
+
+
+class Serves(TextEnv):
+    """Has a thread until it is closed, which fails every other time. In its turn it raises `error`, if any."""
+
+    def __init__(self, error=None):
+        self.error, self.done = error, threading.Event()
+        self.thread = threading.Thread(target=self.done.wait)
+        self.thread.start()
+        OPEN.append(self)
+
+    def turn(self, response):
+        if self.error:
+            raise RuntimeError(self.error)
+        return super().turn(response)
+
+    def close(self):
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        self.done.set()
+        self.thread.join()
+        OPEN.remove(self)  # raises where it is closed twice
+        if len(OPEN) % 2:
+            raise RuntimeError("does not close")
+
+
+class Meddles(TextEnv):
+    """Changes the global state of torch, as an import may do."""
+
+    def __init__(self):
+        torch.set_grad_enabled(False)
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float64)
+
+    def turn(self, response):
+        return "", float(not torch.is_grad_enabled()), True, False, {}
+
+
 class FourValues(TextEnv):
     turn = lambda self, response: ("", 1.0, True, {})
 
@@ -101,7 +146,8 @@ class WrongSignature(TextEnv):
     step = lambda self, response, extra: self.turn(response)
 
 
-for cls in TwoTurns, Endless, Dense, Lengths, Raises, Exits, HalfAPair, Hangs, FourValues, WrongSignature:
+OTHERS = RaisesOrHangs, Serves, Meddles
+for cls in TwoTurns, Endless, Dense, Lengths, Raises, Exits, HalfAPair, Hangs, FourValues, WrongSignature, *OTHERS:
     gym.register(f"{cls.__name__}-v0", entry_point=cls)
 gym.register("Plain-v0", entry_point=TextEnv)
 gym.register("Constant-v0", entry_point=Reward)

@@ -1,16 +1,19 @@
 """Bad input: one line that names flag, file or environment and what is wrong; exit code 2."""
 
 import dataclasses
+import io
 import json
 import math
 import re
+import signal
 import sys
 from unittest import mock
 
+import environments
 import pytest
 import torch
 from test_distributed import finish, flags_of, start
-from test_train import SMALL, changed, lines
+from test_train import SMALL, changed, lines, record
 
 pytestmark = pytest.mark.shared
 
@@ -73,13 +76,66 @@ def test_ctrl_c_is_no_error_of_the_user(ppo):
         raise KeyboardInterrupt
 
 
-def test_a_hung_environment_ends_the_run_and_the_process(ppo, tmp_path):
-    argv = flags_of(env_id="environments:Hangs-v0")
-    script = f"import sys; sys.argv[1:] = {argv}; import ppo_llm as ppo; ppo.ENV_TIMEOUT = 1; ppo.main()"
+@pytest.mark.both
+@pytest.mark.parametrize(("env", "seconds", "part"), [
+    ("Hangs", 1, " in 1 seconds"), ("RaisesOrHangs", 600, "cannot play the episode with seed 1: RuntimeError: "),
+])  # fmt: skip
+def test_a_hung_environment_ends_the_run_and_the_process(ppo, tmp_path, env, seconds, part):
+    """An error of another one does so at once."""
+    argv, name = flags_of(env_id=f"environments:{env}-v0"), ppo.__name__
+    script = f"import sys; sys.argv[1:] = {argv}; import {name} as ppo; ppo.ENV_TIMEOUT = {seconds}; ppo.main()"
     code, output = finish(start([sys.executable, "-c", script], tmp_path), timeout=120)
-    assert code == 2 and "Traceback" not in output, output
-    assert "error: cannot play a turn of all environments in 1 seconds" in output
+    assert code == 2 and part in output, output
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.both
+def test_environments_are_closed_and_signals_given_back_at_every_end(ppo, tmp_path, capsys):
+    """Also by a `close` that raises, and before it. It then is no error of the run."""
+    handlers = [signal.signal(number, signal.SIG_DFL) for number in ppo.SIGNALS]
+    serves = dict(env_id="environments:Serves-v0", num_iterations=1)
+    refuse(ppo, tmp_path, "judge is out", begun=True, **serves, env_kwargs='{"error": "the judge is out"}')
+    with mock.patch.object(ppo, "SummaryWriter", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        record(ppo, tmp_path / "stopped", tensorboard=True, **serves)
+    assert record(ppo, tmp_path, **serves).summary["status"] == "completed"
+    assert "cannot close an environment: RuntimeError('does not close')" in capsys.readouterr().out
+    assert environments.OPEN == []
+    given_back = [signal.signal(*pair) for pair in zip(ppo.SIGNALS, handlers)]
+    assert given_back == [signal.SIG_DFL] * 2
+
+
+def test_user_code_may_change_the_global_state_of_torch(ppo, tmp_path):
+    """Its threads compute no gradients."""
+    seen = record(ppo, tmp_path, env_id="environments:Meddles-v0")
+    assert [row["objective/reward"] for row in seen.rows] == [1, 1] and torch.is_grad_enabled()
+
+
+def test_a_template_that_asks_for_todays_date_gets_one_that_stays(ppo):
+    tokenizer = ppo.HFTokenizer.from_texts(["ab"])
+    template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}: {{ messages[0].content }}"
+    tokenizer.hf.chat_template = template
+    assert tokenizer.render_prompt("ab") == "26 Jul 2024: ab" and tokenizer.hf.chat_template == template
+
+
+def test_stdout_may_be_replaced_or_closed(ppo, tmp_path):
+    closed, streams = io.StringIO(), [None, io.StringIO()]
+    closed.close()
+    for i, stream in enumerate([*streams, closed]):
+        argv = [ppo.__file__, *flags_of(log_dir=tmp_path, run_name=i, num_iterations=1)]
+        with mock.patch.multiple(sys, argv=argv, stdout=stream), mock.patch.object(ppo, "SummaryWriter"):
+            ppo.main()
+        assert len(lines(tmp_path / str(i))) == 1
+    assert "1/1: reward" in streams[1].getvalue()
+
+
+@pytest.mark.parametrize("flag", ["env_kwargs", "eval_env_kwargs"])
+def test_a_prompt_of_a_file_that_is_too_long_is_found_before_the_run(ppo, tmp_path, flag):
+    kwargs = {}
+    for name, prompt in ("short", "ab="), ("long", "ab" * 8 + "="):
+        (tmp_path / name).write_text("\n".join([PROMPT] * 9 + [json.dumps({"prompt": prompt})]))
+        kwargs[name] = json.dumps({"path": str(tmp_path / name), "reward": "environments:length"})
+    flags = dict(env_kwargs=kwargs["short"]) | {flag: kwargs["long"]}
+    refuse(ppo, tmp_path, "--max-prompt-tokens 16: the prompt 'abab", env_id="Prompts-v0", num_iterations=0, **flags)
 
 
 @pytest.mark.parametrize(("env_id", "kwargs", "part"), [
@@ -149,10 +205,12 @@ def test_reward_function_or_demonstration_that_is_missing(ppo, tmp_path, reward,
     refuse(ppo, tmp_path, part, sft_steps=1, seed=2, env_id="Prompts-v0", env_kwargs=kwargs)
 
 
-def test_rewards_of_a_fork_that_are_not_finite(ppo, tmp_path):
+def test_rewards_that_are_not_finite_or_have_no_finite_square(ppo, tmp_path):
+    large = dict(env_id="environments:Constant-v0", env_kwargs='{"reward": 1e20}')
+    refuse(ppo, tmp_path, "a reward, or its penalty for the KL, is not finite, or is too large", begun=True, **large)
     broken = changed(ppo.kl_estimate, lambda kl: kl / 0)
     with mock.patch.object(ppo, "kl_estimate", broken):
-        refuse(ppo, tmp_path, "a reward, or its penalty for the KL, is not finite", begun=True, kl_coef=0.1)
+        refuse(ppo, tmp_path, "is not finite", begun=True, kl_coef=0.1, run_name="other")
 
 
 def test_a_state_that_is_not_json_is_refused_in_the_first_iteration(ppo, tmp_path):

@@ -1,5 +1,6 @@
 """Checkpoints: a run that was stopped and resumed is the run that was not, whatever is left of it on the disk."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from distributed_worker import on_call
+from test_bad_input import PROMPT
 from test_distributed import finish, start
 from test_train import SMALL, lines, without_clock
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -75,30 +77,77 @@ def copied(whole, tmp_path):
     ("policy_loss", 10, (2, [1, 2])),
     ("save_checkpoint", 3, (3, [1, 2])),
 ])  # fmt: skip
-def test_a_resumed_run_is_the_uninterrupted_one(ppo, whole, tmp_path, function, number, left):
+def test_a_resumed_run_is_the_uninterrupted_one(ppo, whole, tmp_path, capsys, function, number, left):
+    """Damaged lines of its logs are left out."""
     power_cut = mock.Mock(side_effect=RuntimeError("power cut"))
     with on_call(ppo, function, number, power_cut), pytest.raises(RuntimeError, match="power cut"):
         train(ppo, tmp_path, resume="auto")
     run = tmp_path / "run"
     assert (len(lines(run)), iterations(run)) == left
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"iteration": 2, "obj')  # a line that was being written
+    for name in "metrics", "completions":
+        path = run / f"{name}.jsonl"
+        damaged = b'\xff\n[0]\n{"kl": 1}\n{"iteration": "0"}\n', b'{"iteration": 2, "obj'  # was being written
+        path.write_bytes(path.read_bytes().join(damaged))
     assert_same(whole, train(ppo, tmp_path, resume="auto"))
     assert iterations(run) == [2, 3]  # older ones are removed
+    assert capsys.readouterr().out.count("left out a damaged line of ") == 2 * 5
+
+
+@pytest.mark.parametrize("sizes", [
+    dict(), dict(train_batch_size=8), dict(train_batch_size=2), dict(ppo_epochs=1), dict(critic_epochs=3),
+    dict(rollout_batch_size=4), dict(rollout_batch_size=16), dict(num_iterations=6), dict(critic_warmup_iterations=1),
+])  # fmt: skip
+def test_a_run_resumed_with_other_sizes_goes_on_with_its_prompts_and_schedules(ppo, tmp_path, sizes):
+    before = SMALL | dict(num_iterations=4, save_every=2, actor_lr=1e-3, critic_lr=1e-3, lr_end=0.2)
+    with on_call(ppo, "policy_loss", 8, lambda *_: os.kill(os.getpid(), signal.SIGTERM)):
+        seeds = distributed_worker.run(ppo, tmp_path, "run", before)["episodes"]
+    flags = before | dict(resume="auto", run_name="run") | sizes
+    seeds += distributed_worker.run(ppo, tmp_path, "run", flags)["episodes"]
+    seeds = [seed for seed, *_ in seeds if seed >= ppo.FIRST_TRAINING_SEED]
+    N, warmup, first = flags["num_iterations"], sizes.get("critic_warmup_iterations", 0), seeds[0]
+    assert seeds == list(range(first, first + 2 * 8 + (N - 2) * flags["rollout_batch_size"]))
+    rate = lambda progress: pytest.approx(1e-3 * (1 - 0.8 * progress))
+    for i, row in list(enumerate(lines(tmp_path / "run")))[2:]:
+        steps, plan = row["ratio/steps"], ppo.plan_steps(ppo.complete(ppo.Args(**flags)))
+        rates = [rate((i - warmup + step / plan.update_steps) / (N - warmup)) for step in range(plan.update_steps)]
+        assert [step["lr"] for step in steps] == rates
+        assert row["critic/lr"] == rate((i + (plan.critic_steps - 1) / plan.critic_steps / 2) / N)  # the mean
+
+
+def test_runs_of_the_same_second_have_different_names(ppo, tmp_path):
+    args = ppo.Args(**SMALL | dict(log_dir=str(tmp_path), num_iterations=0))
+    with mock.patch.object(ppo.time, "strftime", return_value="now-"), mock.patch.object(ppo, "SummaryWriter"):
+        for _ in range(2):
+            ppo.train(args)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_small_file_is_evaluated_in_whole_and_an_export_overwrites(ppo, tmp_path):
+    """Of three prompts each counts equally often. Sources that are read-only do not make the export so."""
+    tokenizer, model = ppo.embedded_model(ppo.complete(ppo.Args()), ppo.SortDigits())
+    ppo.save_hf_checkpoint(model, tokenizer, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text("{}")
+    (tmp_path / "model" / "generation_config.json").chmod(0o444)
+    (tmp_path / "rows").write_text("\n".join([PROMPT.replace("ab=", "1=")] * 3))
+    kwargs = json.dumps({"path": str(tmp_path / "rows"), "reward": "environments:length"})
+    flags = dict(model=str(tmp_path / "model"), max_prompt_tokens=16, max_new_tokens=8, sft_steps=0)
+    run = train(ppo, tmp_path, env_id="Prompts-v0", env_kwargs=kwargs, eval_episodes=4, num_iterations=0, **flags)
+    assert json.loads((run / "summary.json").read_text())["eval_after"]["episodes"] == 3
+    assert (run / "model" / "generation_config.json").stat().st_mode & 0o200
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("function", "number", "saved"), [
     ("value_loss", 9, [1, 2]),  # in the third iteration
     ("checkpoint_tensors", 2, [1]),
-    ("file_sizes", 3, [1]),  # all tensors are written, but the checkpoint is not complete
+    ("sync", 4, [1]),  # all tensors are written, but the checkpoint is not complete
 ])  # fmt: skip
 def test_kill_9(ppo, whole, tmp_path, function, number, saved):
     """At any time, also while saving, it leaves the checkpoint before."""
     (tmp_path / "plan.json").write_text(json.dumps([("run", RUN, {"kill": [function, number]})]))
     code, output = finish(start([sys.executable, distributed_worker.__file__, ppo.__file__, tmp_path], tmp_path), 120)
     assert code == -signal.SIGKILL and iterations(tmp_path / "run") == saved, output
-    assert (tmp_path / "run" / "checkpoints" / "partial").exists() == (function == "file_sizes")
+    assert (tmp_path / "run" / "checkpoints" / "partial").exists() == (function == "sync")
     distributed_worker.run(ppo, tmp_path, "run", RUN | dict(resume="auto"))
     distributed_worker.run(ppo, tmp_path, "whole", RUN)
     assert_same(tmp_path / "whole", tmp_path / "run")
@@ -169,8 +218,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_cannot_be_resumed_is_one_line(ppo, whole, copied, tmp_path, damage):
-    """If files are missing or cut, as after a power failure, `auto` takes the checkpoint before."""
+def test_what_cannot_be_resumed_is_one_line(ppo, whole, copied, tmp_path, capsys, damage):
+    """If files are missing, cut or zero, as after a power failure, `auto` takes the checkpoint before."""
     DAMAGE[damage](newest(copied))
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     flags = dict(env_id="SortDigits-v0") if damage == "other flags" else {}  # an alphabet of another size
@@ -178,8 +227,10 @@ def test_what_cannot_be_resumed_is_one_line(ppo, whole, copied, tmp_path, damage
         train(ppo, tmp_path, resume=str(newest(copied)), run_name="new", **flags)
     assert "\n" not in str(error.value)
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
-    if damage not in ("damaged file", "other flags"):
+    if damage != "other flags":
+        capsys.readouterr()
         assert_same(whole, train(ppo, tmp_path, resume="auto"))
+        assert f"passed over {newest(copied)}: files are missing or damaged" in capsys.readouterr().out
 
 
 def test_folders_of_other_names_are_the_users(ppo, copied, tmp_path):
@@ -199,7 +250,7 @@ def test_folders_of_other_names_are_the_users(ppo, copied, tmp_path):
 
 def test_the_handler_of_signals_does_no_operation_of_torch(ppo):
     """It may interrupt any, also where tensors have no data."""
-    stop = ppo.StopSignals()
+    stop = ppo.StopSignals(contextlib.ExitStack())
     with FakeTensorMode():
         signal.raise_signal(signal.SIGTERM)
     stop.agree()
@@ -207,7 +258,7 @@ def test_the_handler_of_signals_does_no_operation_of_torch(ppo):
 
 
 def test_a_signal_that_comes_while_the_ranks_agree_counts_the_next_time(ppo):
-    stop = ppo.StopSignals()
+    stop = ppo.StopSignals(contextlib.ExitStack())
     with on_call(ppo.dist, "all_reduce", 1, lambda *_: signal.raise_signal(signal.SIGTERM)):
         stop.agree()
     assert (stop.number, stop.received) == (0, signal.SIGTERM)

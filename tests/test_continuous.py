@@ -1,5 +1,6 @@
 """Continuous batching: the episodes of the waves, in nearly as few decode steps as list scheduling takes."""
 
+import contextlib
 import heapq
 import math
 import random
@@ -113,7 +114,7 @@ def test_an_environment_that_hangs_is_one_line(ppo, tokenizer, monkeypatch, meth
 
 def test_spare_environments_are_made_like_the_others(ppo):
     args = ppo.Args(env_kwargs='{"digits": 3}', rollout_batch_size=4, max_prompt_tokens=4, max_new_tokens=6)
-    tokenizer, envs = ppo.HFTokenizer.from_texts(["0123456789="]), ppo.make_envs(args)
+    tokenizer, envs = ppo.HFTokenizer.from_texts(["0123456789="]), ppo.make_envs(args, contextlib.ExitStack())
     decoder = ppo.Decoder(random_model(ppo, tokenizer), ppo.decoder_rows(args), tokenizer.stop_ids, args)
     episodes = ppo.play(decoder, tokenizer, envs, range(9), 0, args)
     assert [episode.prompt_length for episode in episodes] == [4] * 9

@@ -127,12 +127,13 @@ def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, c
     plan = ppo.plan_steps(args)
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     assert plan.update_steps == samples * args.ppo_epochs / args.train_batch_size
-    assert (plan.actor_steps_total, plan.critic_steps_total) == (actor, critic)
+    assert plan.update_steps * plan.actor_iterations == actor
+    assert plan.critic_steps * args.num_iterations == critic
     assert (names.count("actor"), names.count("critic")) == (actor, critic)
     assert [name for name, _ in itertools.groupby(names)][:2] == ["critic", "actor"]
     assert seen.summary["update_steps"] == sum(len(row["ratio/steps"]) for row in seen.rows) == actor
     [printed] = [text for text in seen.printed if "optimizer steps" in text]
-    assert f"{actor} steps of the actor, {critic} of the critic" in printed
+    assert f" samples = {plan.update_steps} optimizer steps\n  reference" in printed
 
 
 def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_iterations(run):
@@ -200,6 +201,7 @@ def test_an_early_stop_ends_all_epochs_and_leaves_no_gradient(run):
     seen = run(num_iterations=1, ppo_epochs=4, actor_lr=1e-3, target_kl=1e-9)
     steps = len(seen.rows[0]["ratio/steps"])
     assert 0 < steps < 8 and len(seen.calls["policy_loss"]) == steps + 1
+    assert seen.rows[0]["ratio/early_stop_kl"] > 1e-9
     assert not any(p.grad is not None and p.grad.any() for p in seen.models["actor"].parameters())
 
 
@@ -273,7 +275,7 @@ def test_reference_starts_as_the_actor_and_becomes_it_when_asked(run):
     assert torch.equal(references[0], actors[0]) and torch.equal(references[1], actors[0])
     assert torch.equal(references[2], actors[2]) and not torch.equal(actors[2], actors[0])
     without = run(kl_coef=0.0)
-    assert without.models["reference"] is None and {row["objective/kl"] for row in without.rows} == {0.0}
+    assert without.models["reference"] is None and not any("objective/kl" in row for row in without.rows)
 
 
 @pytest.mark.both
@@ -299,6 +301,9 @@ def test_evaluations_on_the_way_are_logged_and_change_nothing(run):
     evaluated = {row["iteration"]: row["eval/reward"] for row in seen.rows if "eval/reward" in row}
     rewards = [sum(sum(episode.rewards) for episode in episodes) / 2 for episodes, _ in seen.evaluations[::2]]
     assert evaluated == {2: rewards[1], 4: rewards[2]}
+    for row in seen.rows:  # the evaluation is no part of the seconds
+        phases = [row.pop(f"time/{phase}") for phase in ("rollout", "score", "critic", "actor", "hand_over")]
+        assert row.pop("time/iteration") == pytest.approx(sum(phases)) and "time/" not in str(row)
     rows = [{name: x for name, x in row.items() if not name.startswith("eval/")} for row in seen.rows]
     assert_same_metrics(rows, plain.rows)
     assert torch.equal(weights(seen.models["actor"]), weights(plain.models["actor"]))
@@ -353,7 +358,7 @@ def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path
 
 
 def test_run_folder_holds_what_it_should(ppo, tmp_path, capsys):
-    seen = record(ppo, tmp_path, tensorboard=True, rollout_batch_size=12)
+    seen = record(ppo, tmp_path, tensorboard=True, rollout_batch_size=12, kl_coef=0.1)
     folder, summary = seen.folder, seen.summary
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert summary["status"] == "completed" and summary["iterations"] == len(seen.rows) == 2
@@ -377,7 +382,7 @@ def test_run_folder_holds_what_it_should(ppo, tmp_path, capsys):
 
 
 def test_the_line_of_an_iteration(run):
-    seen = run()
+    seen = run(kl_coef=0.1)
     shown = [text for text in seen.printed if re.match(r"\d/2: ", text)]
     names = ("objective/reward", "objective/accuracy", "objective/response_tokens", "objective/kl", "actor/approx_kl",
              "actor/clipfrac", "critic/explained_variance", "time/iteration")  # fmt: skip
