@@ -104,7 +104,7 @@ def test_environment_whose_prompts_are_malformed_or_too_long(ppo, tmp_path, retu
 
 @pytest.mark.both
 @pytest.mark.parametrize(("env", "part"), [
-    ("RewardNaN", "not finite"), ("RewardString", "'1.0', which is not a number"), ("Exits", "SystemExit: 3"),
+    ("RewardNaN", "nan, which is not a finite"), ("RewardString", "'1.0', which is not a finite number"), ("Exits", "SystemExit: 3"),
     ("Raises", "RuntimeError: the judge is out of order"), ("FourValues", "expected 5, got 4"),
     ("WrongSignature", "TypeError"),
     ("HalfAPair", r"cannot encode '\ud83d': TypeError"),
