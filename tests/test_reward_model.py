@@ -87,7 +87,7 @@ def test_it_never_changes_and_is_in_no_checkpoint(ppo, tmp_path):
 @pytest.mark.parametrize(("error", "changes"), [
     ("the files lack score.weight", dict(auto=CAUSAL)),
     (r"score.weight is \[2, 64\], in the model \[1, 64\]", dict(num_labels=2)),
-    ("cannot render the chat template of .*no users", dict(template="{{ raise_exception('no users') }}")),
+    ("cannot render with {} the chat template of .*no users", dict(template="{{ raise_exception('no users') }}")),
     ("3 positions, a conversation has", dict(max_position_embeddings=3)),
 ])  # fmt: skip
 def test_a_folder_that_is_no_reward_model_is_refused(ppo, tmp_path, error, changes):
