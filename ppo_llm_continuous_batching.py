@@ -1710,6 +1710,7 @@ def step(env: gym.Env, response: str):
 
 
 def number(x, name: str) -> float:
+    """A finite number, also of numpy or torch, as a float."""
     if not hasattr(x, "__float__") or not math.isfinite(x):
         raise ValueError(f"{name} is {x!r:.80}, which is not a finite number")
     return float(x)
@@ -1727,7 +1728,7 @@ def in_threads(method: Callable, turns):
         calls.get(ENV_TIMEOUT)
 
 
-def add_rewards(episode: Episode, reward, info: dict, start: int, tokenizer):
+def add_rewards(episode: Episode, reward, info, start, tokenizer):
     """Add what a step gives to the tokens from `start` on, its response: `reward` to the last one.
 
     info["rewards"] has pairs (end, reward), each for the token that completes response[:end].
@@ -1823,7 +1824,7 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
     return means(sampled) | {"greedy_accuracy": means(greedy)["accuracy"]}
 
 
-def means(episodes: list[Episode], prefix: str = "") -> dict[str, float]:
+def means(episodes: list[Episode], prefix="") -> dict:
     """What is logged of a rollout and of an evaluation; of info["metrics"] as env/name."""
     N = len(episodes)
     result = {
