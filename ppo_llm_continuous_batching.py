@@ -39,6 +39,7 @@ minibatch, and gradients are summed over the ranks: they are those that one rank
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import bisect
 import contextlib
@@ -122,6 +123,7 @@ class Args:
     env_id: str = "SortDigits-v0"  # or GSM8K-v0, Prompts-v0, my_module:MyEnv-v0
     env_kwargs: str = "{}"  # arguments of the environment, as JSON
     eval_env_kwargs: str = "{}"  # those that are different in evaluations
+    chat_template_kwargs: str = "{}"  # arguments of the chat template, as JSON
 
     num_iterations: int = 270  # an iteration is a rollout and the updates on it
     rollout_batch_size: int = 256  # prompts of a rollout, on all ranks together
@@ -130,6 +132,7 @@ class Args:
     # longer prompts are an error, those of files at the start; default: see DEFAULTS
     max_prompt_tokens: int | None = None
     max_new_tokens: int | None = None  # of all turns and replies; default: see DEFAULTS
+    max_turn_tokens: int | None = None  # of a response; the environment answers one that is cut
     temperature: float = 1.0  # divides the logits in rollouts, and in all log-probs of PPO
     # old log-probs are those of the actor; --no-recompute-old-logprobs: those of the sampler
     recompute_old_logprobs: bool = True
@@ -604,14 +607,15 @@ class Episode:
     mask: list[bool] = field(default_factory=list)  # which were sampled
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    conversation: list[tuple[str, str]] = field(default_factory=list)  # (role, text)
+    conversation: list[dict] = field(default_factory=list)  # messages, with role and content
     prompt_length: int = 0
-    # "" while it goes on; then "terminated" or "truncated" by the environment, or "length":
-    # --max-new-tokens cut its last response, or left no room for another turn. It trains as others.
-    stop: str = ""
+    prompt_messages: int = 0  # of the conversation
+    # "terminated" or "truncated" by the environment, "length": by a limit, "unscored": no reward
+    stop: str = ""  # while it goes on
     # info["success"] of the last step, or whether the environment's rewards are above 0 in sum
     success: bool = False
     score: float = 0.0  # of the reward model; add_scores adds it to the rewards, too
+    metrics: dict = field(default_factory=dict)  # the last number of each name in info["metrics"]
 
     def add(self, ids: list[int], logprobs: list[float] | None = None):
         """Append tokens: sampled ones with their log-probs, given ones without."""
@@ -622,41 +626,38 @@ class Episode:
 
     def begin(self, env: gym.Env, tokenizer: HFTokenizer, args) -> dict:
         """Take the environment's prompt. Returns its info, for the warm start."""
-        prompt, info = reset(env, self.seed)
-        self.conversation.append(("user", prompt))
-        self.add(tokenizer.encode_prompt(prompt))
+        self.conversation, info = reset(env, self.seed)
+        self.prompt_messages = len(self.conversation)
+        self.add(tokenizer.encode_prompt(self.conversation))
         self.prompt_length = len(self.ids)
         if not 1 <= self.prompt_length <= args.max_prompt_tokens:
             flag = f"--max-prompt-tokens {args.max_prompt_tokens}"
-            raise UserError(f"{flag}: the prompt {prompt!r:.80} has {self.prompt_length} tokens")
+            what = f"{self.conversation[-1]['content']!r:.80} has {self.prompt_length} tokens"
+            raise UserError(f"{flag}: the prompt {what}")
         return info
 
     def end_turn(self, env: gym.Env, start: int, tokenizer: HFTokenizer, args):
         """Take the environment's answer to the response, the tokens from `start` on."""
-        ids = self.ids[start:]
-        response = tokenizer.decode(ids)
-        text, reward, terminated, truncated, info = env.step(response)
-        self.conversation.append(("assistant", response))
-        # [(end, reward), ...]: the token that completes response[:end] earns the reward.
-        for index, part in dense_rewards(info.get("rewards", ()), ids, tokenizer):
-            self.rewards[start + index] += part
-        if not hasattr(reward, "__float__"):
-            raise ValueError(f"the reward of a step is {reward!r:.80}, which is not a number")
-        self.rewards[-1] += float(reward)
-        if not math.isfinite(sum(self.rewards)):
-            raise ValueError(f"the rewards of a step are not finite: {reward}, {info!r:.200}")
+        response = tokenizer.decode(self.ids[start:])
+        messages, reward, end, info = step(env, response)
+        self.conversation.append({"role": "assistant", "content": response})
+        if reward is None:  # it does not train
+            self.stop, self.success = "unscored", False
+            self.mask = [False] * len(self.ids)
+            self.logprobs = [0.0] * len(self.ids)
+            return
+        add_rewards(self, reward, info, start, tokenizer)
         self.success = bool(info.get("success", sum(self.rewards) > 0))
-        # Only the new text is encoded: to encode the response again could change its ids.
-        feedback = [] if terminated or truncated else tokenizer.encode_feedback(text)
-        if self.ids[-1] not in tokenizer.stop_ids:  # cut, even if the environment says terminated
-            self.stop = "length"
-        elif terminated or truncated:
-            self.stop = "terminated" if terminated else "truncated"
-        elif len(self.ids) + len(feedback) >= self.prompt_length + args.max_new_tokens:
+        cut = self.ids[-1] not in tokenizer.stop_ids
+        # Only what is new is encoded: to encode the response again could change its ids.
+        feedback = [] if end else tokenizer.encode_feedback(messages, cut)
+        if end and not cut:
+            self.stop = end
+        elif end or len(self.ids) + len(feedback) >= self.prompt_length + args.max_new_tokens:
             self.stop = "length"
         else:
             self.add(feedback)
-            self.conversation.append(("user", text))
+            self.conversation += messages
 
 
 def decode_step(decoder: Decoder, attend: int):
@@ -1137,7 +1138,11 @@ class Decoder:
         ids = padded([e.ids for e in episodes]).to(rows.device)  # [len(rows), T]
         self.tokens[rows, : ids.shape[1]] = ids
         n = args.max_new_tokens
-        settings = [(len(e.ids), e.prompt_length + n, e.key, not e.stop) for e in episodes]
+        turn = args.max_turn_tokens or n
+        settings = [
+            (len(e.ids), min(e.prompt_length + n, len(e.ids) + turn), e.key, not e.stop)
+            for e in episodes
+        ]
         columns = torch.tensor(settings, device=rows.device).T
         for x, column in zip((self.length, self.limit, self.keys, self.alive), columns):
             x[rows] = column.to(x.dtype)
@@ -1303,6 +1308,7 @@ class HFTokenizer:
         self.eos_id = self.stop_ids[0] if self.hf.eos_token_id is None else self.hf.eos_token_id
         self.pad_id = self.eos_id if self.hf.pad_token_id is None else self.hf.pad_token_id
         self.vocab_size = max(*self.hf.get_vocab().values(), *self.stop_ids) + 1
+        self.template_kwargs = "{}"  # as JSON
 
     @classmethod
     def from_texts(cls, texts: list[str]) -> HFTokenizer:
@@ -1315,15 +1321,17 @@ class HFTokenizer:
         tokenizer.decoder = tokenizers.decoders.Fuse()
         return cls("embedded", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
 
-    def render(self, *turns: tuple[str, str], generation_prompt: bool = True) -> str:
-        """(role, content) of each turn in the chat template; at the end the header of an answer."""
-        messages = [{"role": role, "content": content} for role, content in turns]
-        with attempt(f"render the chat template of {self.folder}"):
+    def render(self, messages: list[dict], generation_prompt: bool = True) -> str:
+        """In the chat template, at the end the header of an answer; or plain text."""
+        if not self.hf.chat_template:
+            return "".join(message["content"] for message in messages)
+        with attempt(f"render with {self.template_kwargs} the chat template of {self.folder}"):
             return self.hf.apply_chat_template(
                 messages,
                 chat_template=FIXED_DATE + self.hf.get_chat_template(),
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
+                **json.loads(self.template_kwargs),
             )
 
     def encode(self, text: str, context: str = "", add_special_tokens: bool = False) -> list[int]:
@@ -1339,31 +1347,34 @@ class HFTokenizer:
             return self.encode(text)
         return [i for i, (a, _) in tokens if a >= start]
 
-    def render_prompt(self, prompt: str) -> str:
-        """A user turn in the chat template, or plain text."""
-        return self.render(("user", prompt)) if self.hf.chat_template else prompt
-
-    def encode_prompt(self, prompt: str) -> list[int]:
+    def encode_prompt(self, prompt: str | list[dict]) -> list[int]:
         """With BOS where the template or, without one, the tokenizer adds it."""
-        return self.encode(self.render_prompt(prompt), add_special_tokens=not self.hf.chat_template)
+        text = self.render(as_messages(prompt))
+        return self.encode(text, add_special_tokens=not self.hf.chat_template)
 
-    def encode_conversation(self, *turns: tuple[str, str]) -> list[int]:
-        """(role, content) of each turn, complete, as a reward model reads them."""
+    def encode_conversation(self, messages: list[dict]) -> list[int]:
+        """Complete, as a reward model reads them."""
+        text = self.render(messages, generation_prompt=False)
         if self.hf.chat_template:
-            return self.encode(self.render(*turns, generation_prompt=False))
-        text = "".join(content for _, content in turns)
+            return self.encode(text)
         return [*self.encode(text, add_special_tokens=True), self.eos_id]
 
-    def encode_feedback(self, text: str) -> list[int]:
-        """What the chat template puts between two turns of the assistant, around `text`."""
+    def encode_feedback(self, text: str | list[dict], cut: bool = False) -> list[int]:
+        """What the chat template puts between two turns of the assistant, around `text`.
+
+        It begins with the stop token if the first of the turns was cut.
+        """
+        messages = as_messages(text)
         stop_tokens = list(filter(None, self.hf.convert_ids_to_tokens(self.stop_ids)))
-        if not self.hf.chat_template:
-            return self.encode(text, context="".join(stop_tokens[:1]))
-        whole = self.render(("user", "-"), ("assistant", "<<turn>>"), ("user", text))
-        _, answer, tail = whole.partition("<<turn>>")
-        if not answer:
-            raise UserError(f"the chat template of {self.folder} leaves out earlier turns")
-        tail = re.sub(rf"^\s*({'|'.join(map(re.escape, stop_tokens))})", "", tail)  # was sampled
+        whole = tail = "".join(stop_tokens[:1]) + self.render(messages)
+        if self.hf.chat_template:
+            turn = {"role": "assistant", "content": "<<turn>>"}
+            whole = self.render([*as_messages("-"), turn, *messages])
+            _, answer, tail = whole.partition("<<turn>>")
+            if not answer:
+                raise UserError(f"the chat template of {self.folder} leaves out earlier turns")
+        if not cut:  # the stop token was sampled
+            tail = re.sub(rf"^\s*({'|'.join(map(re.escape, stop_tokens))})", "", tail)
         return self.encode(tail, context=whole.removesuffix(tail))
 
     def decode(self, ids: list[int]) -> str:
@@ -1541,13 +1552,15 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 #     reset(seed=...) -> (prompt, info)
 #     step(response) -> (text, reward, terminated, truncated, info)
 #
+# A prompt is text, a user message, or a list of messages with role and content. So is `text`, the
+# next prompt if the episode goes on. A sample whose reward is None does not train.
 # The same seed must always give the same prompt. Evaluations use the seeds from 0 on, training
-# consecutive seeds above FIRST_TRAINING_SEED. If the episode goes on, `text` is the next prompt.
-# info["demonstration"] of reset is an answer to learn in the warm start. info["success"] of the
-# last step counts for accuracy. info["rewards"] of a step may hold dense rewards in addition to
-# `reward`: [(end, reward), ...], each for the characters response[:end]. An environment that has
-# `num_prompts`, and at seed i prompt i % num_prompts, has each of them evaluated equally often, and
-# those that are too long are found before the run begins.
+# consecutive seeds above FIRST_TRAINING_SEED. info["demonstration"] of reset is an answer to learn
+# in the warm start. info["success"] of the last step counts for accuracy. info["rewards"] of a step
+# may hold dense rewards in addition to `reward`: [(end, reward), ...], each for the characters
+# response[:end]. Of the numbers in info["metrics"], {name: number}, the means are logged.
+# An environment that has `num_prompts`, and at seed i prompt i % num_prompts, has each of them
+# evaluated equally often, and those that are too long are found before the run begins.
 # truncated=True is final, too: nothing is added for what might have followed. Where gamma is 1 and
 # every episode is cut, the critic would learn its own value plus the reward, and grow for ever. If
 # a limit of time is not part of the task, add what is still to come to the last reward.
@@ -1586,15 +1599,17 @@ class SortDigits(gym.Env):
 def load_rows(path: str, convert: Callable) -> list[dict]:
     """The JSON objects of a file, one per line, in a random order that is always the same."""
     rows = []
-    with attempt(f"read {path}"):
-        lines = Path(path).read_text("utf-8-sig").split("\n")
+    with attempt(f"read {path}, which must be text, with a JSON object on each line"):
+        text = Path(path).read_text("utf-8-sig")
+        lines = text.split("\n")
+        if text.lstrip().startswith("["):
+            lines = [json.dumps(row) for row in json.loads(text)]
     for i, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        with attempt(f"use line {i} of {path}"):
+        with attempt(f"use line {i} of {path} as a JSON object"):
             row = convert(json.loads(line))
-            if not isinstance(row["prompt"], str):
-                raise ValueError("the prompt must be text")
+            as_messages(row["prompt"])  # raises if it is malformed
             rows.append(row)
     if not rows:
         raise UserError(f"no rows in {path}")
@@ -1604,10 +1619,11 @@ def load_rows(path: str, convert: Callable) -> list[dict]:
 class Prompts(gym.Env):
     """Prompts from a file and, optionally, rewards from your own function, named by `reward`.
 
-    Each line of the file is {"prompt": text} or {"messages": [{"role": "user", "content": text}]}.
-    It may have a "demonstration", and other keys for the function. The function my_module:reward is
-    called as reward(prompt, response, row), from many threads at the same time. It returns a
-    number, which counts as success if it is above 0, or (number, success).
+    Each line of the file has a "prompt" or "messages", text or a list of messages. It may have a
+    "demonstration", and other keys for the function. The function my_module:reward is called as
+    reward(prompt, response, row), from many threads at the same time. It returns a number, which
+    counts as success if it is above 0, or (number, success), or (number, metrics); None in place of
+    the number if the sample shall not train. It may be a coroutine function.
     """
 
     def __init__(self, path: str, reward: str | None = None):
@@ -1621,21 +1637,24 @@ class Prompts(gym.Env):
 
     @staticmethod
     def convert(row):
-        if "messages" not in row:
+        if "prompt" in row:
             return row
-        if [message["role"] for message in row["messages"]] != ["user"]:
-            raise ValueError("messages must be a single one, with the role user")
-        return row | {"prompt": row["messages"][0]["content"]}
+        if "messages" not in row:
+            raise ValueError(f"no prompt or messages; the keys are {', '.join(row.keys())}")
+        return row | {"prompt": row["messages"]}
 
     def reset(self, *, seed=None, options=None):
         self.row = copy.deepcopy(self.rows[(seed or 0) % len(self.rows)])
         return self.row["prompt"], self.row
 
     def step(self, response):
-        reward = self.reward(self.row["prompt"], response, self.row)
+        reward = self.reward(self.row["prompt"], response, row=self.row)
+        if asyncio.iscoroutine(reward):
+            reward = asyncio.run(reward)
         info = {}
         if isinstance(reward, tuple):
-            reward, info["success"] = reward
+            reward, extra = reward
+            info["metrics" if isinstance(extra, dict) else "success"] = extra
         return "", reward, True, False, info
 
     def reward(self, prompt, response, row):
@@ -1686,10 +1705,48 @@ def set_up_thread(gradients: bool):
         torch.cuda.set_device(LOCAL_RANK)
 
 
-def reset(env: gym.Env, seed: int) -> tuple[str, dict]:
+def as_messages(text) -> list[dict]:
+    """Text as a user message; or messages, which are checked."""
+    if isinstance(text, str):
+        return [{"role": "user", "content": text}]
+    for message in text if isinstance(text, list) else [text]:
+        match message:
+            case {"role": str(role), "content": str()}:
+                continue
+        raise TypeError(
+            f"{message!r:.80}, of type {type(message).__name__}: must be text, or a list of "
+            "messages whose role and content are text"
+        )
+    if not text or role == "assistant":
+        raise ValueError("the last message is the assistant's, which the model shall write")
+    return list(text)
+
+
+def reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
+    """The prompt as messages, and info."""
     with attempt(f"reset the environment with seed {seed}", CodeError):
-        prompt, info = env.reset(seed=seed)
-        return prompt, info
+        result = env.reset(seed=seed)
+        match result:
+            case [prompt, dict(info)]:
+                return as_messages(prompt), info
+        raise TypeError(f"{result!r:.80} is not (prompt, info)")
+
+
+def step(env: gym.Env, response: str):
+    """The next messages, the reward, "terminated", "truncated" or "", and info."""
+    text, reward, terminated, truncated, info = env.step(response)
+    flags = terminated, truncated, info.get("success", False)
+    if not all(flag in (True, False) for flag in flags):
+        raise ValueError(f"terminated, truncated and success must be bools: {flags!r:.200}")
+    end = "terminated" if terminated else "truncated" if truncated else ""
+    return [] if end else as_messages(text), reward, end, info
+
+
+def number(x, name: str) -> float:
+    """A finite number, also of numpy or torch, as a float."""
+    if not hasattr(x, "__float__") or not math.isfinite(x):
+        raise ValueError(f"{name} is {x!r:.80}, which is not a finite number")
+    return float(x)
 
 
 def in_threads(method: Callable, turns):
@@ -1705,14 +1762,22 @@ def in_threads(method: Callable, turns):
             calls.next(ENV_TIMEOUT)  # raises the first error at once
 
 
-def dense_rewards(pairs, ids: list[int], tokenizer: HFTokenizer) -> Iterator[tuple[int, float]]:
-    """(token index, reward) of (end, reward): at the token that completes response[:end]."""
+def add_rewards(episode: Episode, reward, info, start, tokenizer):
+    """Add what a step gives to the tokens from `start` on, its response: `reward` to the last one.
+
+    info["rewards"] has pairs (end, reward), each for the token that completes response[:end].
+    """
+    ids = episode.ids[start:]
     response = tokenizer.decode(ids)
-    for end, reward in pairs:
+    episode.rewards[-1] += number(reward, "the reward of a step")
+    for end, part in info.get("rewards", ()):
         if not 1 <= end <= len(response):
             raise ValueError(f"info['rewards']: {end} is not within the response {response!r:.80}")
         completes = lambda n: tokenizer.decode(ids[: n + 1]).startswith(response[:end])
-        yield bisect.bisect_left(range(len(ids)), True, key=completes), reward
+        index = bisect.bisect_left(range(len(ids)), True, key=completes)
+        episode.rewards[start + index] += number(part, "a number in info['rewards']")
+    for name, x in info.get("metrics", {}).items():
+        episode.metrics[name] = number(x, f"info['metrics'][{name!r}]")
 
 
 def decoder_rows(args) -> int:
@@ -1799,6 +1864,8 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
     The reward is without --truncation-penalty.
     """
     N = args.eval_episodes
+    if N == 0:
+        return {}
     prompts = getattr(envs[0].unwrapped, "num_prompts", N)
     N -= N % min(N, prompts)  # each of few prompts counts equally often
     noise = -1 - iteration  # negative: other noise than in training
@@ -1810,30 +1877,42 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
     sampled, greedy = play_at(1.0), play_at(0.0)
     if reward_model:
         add_scores(sampled, reward_model, args)
-    result = {
-        "episodes": N,
-        "accuracy": sum(e.success for e in sampled) / N,
-        "greedy_accuracy": sum(e.success for e in greedy) / N,
-        "reward": sum(sum(e.rewards) for e in sampled) / N,
-        "response_tokens": sum(sum(e.mask) for e in sampled) / N,
-    }
+    result = {"episodes": N} | means(sampled) | {"greedy_accuracy": means(greedy)["accuracy"]}
     print0(f"after {iteration} iterations: {result}")
+    return result
+
+
+def means(episodes: list[Episode], prefix="") -> dict:
+    """What is logged of a rollout and of an evaluation; of info["metrics"] as env/name.
+
+    Samples without a reward count in `unscored` alone.
+    """
+    scored = [e for e in episodes if e.stop != "unscored"]
+    N = max(1, len(scored))
+    result = {
+        f"{prefix}reward": sum(sum(e.rewards) for e in scored) / N,
+        f"{prefix}accuracy": sum(e.success for e in scored) / N,
+        f"{prefix}response_tokens": sum(sum(e.mask) for e in scored) / N,
+        f"{prefix}truncated": sum(e.stop != "terminated" for e in scored) / N,
+        f"{prefix}unscored": 1 - len(scored) / len(episodes),
+        f"{prefix}reward_model": sum(e.score for e in scored) / N,
+    }
+    for name in sorted({name for e in episodes for name in e.metrics}):
+        values = [e.metrics[name] for e in episodes if name in e.metrics]
+        result[f"env/{name}"] = sum(values) / len(values)
     return result
 
 
 def iteration_metrics(episodes, experience, actor_stats, critic_stats, evaluation, clock) -> dict:
     """What is logged of an iteration, but for the ratio's diagnosis."""
-    N, e, mask = len(episodes), experience, experience.mask
+    e, mask = experience, experience.mask
     first = mask & (mask.cumsum(1) == 1)  # of each sample
+    scored = mask.any(1)
     sampler_gap = (e.logprobs - e.old_logprobs).abs()
-    metrics = {
-        "objective/reward": float(e.rewards.sum(1).mean()),  # without the KL
-        "objective/accuracy": sum(episode.success for episode in episodes) / N,
-        "objective/response_tokens": int(mask.sum()) / N,
+    metrics = means(episodes, "objective/") | {
+        "objective/reward": float(masked_mean(e.rewards.sum(1), scored)),  # without the KL
         "objective/entropy": -float(masked_mean(e.old_logprobs, mask)),
-        "objective/truncated": sum(episode.stop != "terminated" for episode in episodes) / N,
-        "objective/kl": float(kl_of_samples(e).mean()),
-        "objective/reward_model": sum(episode.score for episode in episodes) / N,
+        "objective/kl": float(masked_mean(kl_of_samples(e), scored)),
         "critic/explained_variance": explained_variance(e.values[mask], e.returns[mask]),
         "critic/explained_variance_first": explained_variance(e.values[first], e.returns[first]),
         "critic/value_mean": float(masked_mean(e.values, mask)),
@@ -1862,10 +1941,11 @@ def completions(episodes: list[Episode], experience: Experience) -> list[dict]:
     rewards, kls = experience.rewards.sum(1).tolist(), kl_of_samples(experience).tolist()
     samples = []
     for episode, reward, kl in list(zip(episodes, rewards, kls, strict=True))[:4]:
-        (_, prompt), *rest = episode.conversation
+        texts = [message["content"] for message in episode.conversation]
+        n = episode.prompt_messages
         samples.append({
-            "prompt": prompt,
-            "response": "\n".join(text for _, text in rest),  # and what came between
+            "prompt": "\n".join(texts[:n]),
+            "response": "\n".join(texts[n:]),  # and what came between
             "stop": episode.stop,
             "reward": reward,
             "n_tokens": sum(episode.mask),
@@ -2007,7 +2087,7 @@ class CodeError(UserError):
 
 
 @contextlib.contextmanager
-def attempt(task: str, kind: type[UserError] = UserError):
+def attempt(task: str, kind: type[UserError] = UserError) -> Iterator[None]:
     """Turn exceptions into a UserError that says which task failed, and how."""
     try:
         yield
@@ -2061,7 +2141,7 @@ def complete(args: Args) -> Args:
 
 
 NOT_ZERO = (
-    "temperature", "eval_episodes", "rollout_slots", "rollout_batch_size", "n_samples_per_prompt",
+    "temperature", "max_turn_tokens", "rollout_slots", "rollout_batch_size", "n_samples_per_prompt",
     "train_batch_size", "max_new_tokens")  # fmt: skip
 
 
@@ -2225,7 +2305,8 @@ EMBEDDED_WIDTH = 64
 def embedded_model(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     """The default actor, a tiny random Llama, and a tokenizer of the environment's characters."""
     resets = [reset(env, seed) for seed in range(256)]
-    texts = [f"{prompt}{info.get('demonstration', '')}" for prompt, info in resets]
+    texts = [f"{info.get('demonstration', '')}" for _, info in resets]
+    texts += [message["content"] for messages, _ in resets for message in messages]
     tokenizer = HFTokenizer.from_texts(texts)
     config = LlamaConfig(
         hidden_size=EMBEDDED_WIDTH,
@@ -2257,6 +2338,7 @@ def build_actor(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     """The tokenizer and the actor, with the weights of --model or random ones."""
     if args.model:
         config, tokenizer = load_config_and_tokenizer(args.model, longest(args))
+        tokenizer.template_kwargs = args.chat_template_kwargs
         actor = build_model(config, "lm", args)
         load_weights(actor, args.model)
         return tokenizer, actor
@@ -2303,7 +2385,7 @@ def add_scores(episodes: list[Episode], reward_model, args):
     model, tokenizer = reward_model
     texts = []
     for episode in episodes:
-        ids = tokenizer.encode_conversation(*episode.conversation)
+        ids = tokenizer.encode_conversation(episode.conversation)
         # Classifiers of transformers read the last token that is not padding.
         while ids[-1] == model.config.pad_token_id and len(ids) > 1:
             ids.pop()
@@ -2359,9 +2441,10 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
         for k in range(SFT_BATCH_SIZE):
             episode = Episode(first + i * SFT_BATCH_SIZE + k)
             info = episode.begin(env, tokenizer, args)
-            _, prompt = episode.conversation[0]
             with attempt(f"use the demonstration of seed {episode.seed}"):
-                ids = tokenizer.encode(info["demonstration"], tokenizer.render_prompt(prompt))
+                ids = tokenizer.encode(
+                    info["demonstration"], tokenizer.render(episode.conversation)
+                )
             ids = [*ids, tokenizer.eos_id][: args.max_new_tokens]
             episode.add(ids, [0.0] * len(ids))
             episodes.append(episode)
@@ -2489,10 +2572,13 @@ class Run:
                 self.append("completions", {"iteration": i} | sample)
         if i % max(1, self.args.num_iterations // 5) == 0:
             print0(f"  {[samples[0]['prompt'], samples[0]['response']]!r:.280}")
+        truncated = metrics["objective/truncated"]
+        cut = f" ({truncated:.0%} cut)" if truncated else ""
         print0(
             f"{i + 1}/{self.args.num_iterations}: reward {metrics['objective/reward']:.3f}, "
             f"accuracy {metrics['objective/accuracy']:.1%}, "
-            f"{metrics['objective/response_tokens']:.1f} tokens, KL {metrics['objective/kl']:.4f}, "
+            f"{metrics['objective/response_tokens']:.1f} tokens{cut}, "
+            f"KL {metrics['objective/kl']:.4f}, "
             f"approx_kl {metrics.get('actor/approx_kl', 0.0):.2g}, "
             f"clipfrac {metrics.get('actor/clipfrac', 0.0):.3f}, "
             f"explained {metrics['critic/explained_variance']:.2f}, "

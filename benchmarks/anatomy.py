@@ -91,7 +91,7 @@ def main():
     samples, titles = [], []
     for i in (int(order[0]), int(order[-1])):
         samples.append(columns(args, experience, actor, tokenizer, i))
-        titles.append(f"{episodes[i].conversation[0][1]:.60}  reward {float(rewards[i]):g}")
+        titles.append(f"{episodes[i].conversation[0]['content']:.60}  reward {float(rewards[i]):g}")
         print(f"\n{titles[-1]}\n")
         text, *numbers = samples[-1].values()
         common.table(samples[-1], zip(text, *([f"{x:.3f}" for x in column] for column in numbers)))

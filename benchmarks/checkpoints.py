@@ -128,7 +128,7 @@ def check_folder(name: str, folder: Path) -> None:
     args = ppo_llm.Args(max_prompt_tokens=64, max_new_tokens=32, temperature=0.0)
     decoder = ppo_llm.Decoder(actor, 1, tokenizer.stop_ids, args)
     (episode,) = ppo_llm.rollout(decoder, tokenizer, [common.Prompts([QUESTION])], [0], [0], -1, args)
-    _, answer = episode.conversation[-1]
+    answer = episode.conversation[-1]["content"]
     check(f"greedy answer to {QUESTION!r}: {answer!r}", "Paris" in answer)
     check(f"it ends: {episode.stop}", episode.stop == "terminated")
 

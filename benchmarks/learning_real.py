@@ -73,7 +73,7 @@ class HeldOut:
         once = min(self.N, len(self.envs[0].unwrapped.rows))
         for kind, N, args in ("sampled", self.N, self.args), ("greedy", once, greedily):
             episodes = ppo_llm.rollout(decoder, self.tokenizer, self.envs, range(N), range(N), -1 - samples, args)
-            texts = [[text for _, text in episode.conversation] for episode in episodes[:10]]
+            texts = [[message["content"] for message in episode.conversation] for episode in episodes[:10]]
             point[kind] = {
                 "success": sum(episode.success for episode in episodes) / N,
                 "reward": sum(sum(episode.rewards) for episode in episodes) / N,

@@ -44,9 +44,10 @@ def check(folder: str) -> None:
     chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
     template = lambda chats, **more: theirs.apply_chat_template(chats, return_dict=False, **more)
     same = sum(a == b for a, b in zip(ids, template(chats, add_generation_prompt=True)))
-    chat = template([{"role": role, "content": text} for role, text in CHAT])
+    conversation = [{"role": role, "content": text} for role, text in CHAT]
+    chat = template(conversation)
     print(f"ids of prompts: {same} of {len(ids)} the same; of a chat of {len(CHAT)} turns: ", end="")
-    print(tokenizer.encode_conversation(*CHAT) == chat)
+    print(tokenizer.encode_conversation(conversation) == chat)
 
     actor, config = ppo_llm.load_hf_checkpoint(folder)
     peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -57,6 +57,10 @@ def sentiment(text: str) -> float:
     return analyzer().polarity_scores(text)["compound"]
 
 
+def conversation(question: str, answer: str) -> list[dict]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
 def answers(folder: str, questions: list[str], seeds, iteration: int) -> list[tuple[str, str]]:
     """(question, sampled answer) of the questions with these numbers."""
     model, _ = ppo_llm.load_hf_checkpoint(folder)
@@ -65,7 +69,7 @@ def answers(folder: str, questions: list[str], seeds, iteration: int) -> list[tu
     decoder = ppo_llm.Decoder(model, 64, tokenizer.stop_ids, args)
     envs = [common.Prompts(questions) for _ in range(64)]
     episodes = ppo_llm.rollout(decoder, tokenizer, envs, seeds, range(len(seeds)), iteration, args)
-    return [tuple(text for _, text in episode.conversation) for episode in episodes]
+    return [tuple(message["content"] for message in episode.conversation) for episode in episodes]
 
 
 def make_pairs(folder: str) -> None:
@@ -103,7 +107,7 @@ def make_reward_model(folder: str, count: int) -> None:
     def scores(pairs: list[dict]) -> torch.Tensor:
         """[2, pairs], of the better answers and of the worse ones."""
         texts = [(pair["prompt"], pair[side]) for side in ("better", "worse") for pair in pairs]
-        ids = [tokenizer.encode_conversation(("user", prompt), ("assistant", text)) for prompt, text in texts]
+        ids = [tokenizer.encode_conversation(conversation(*pair)) for pair in texts]
         rows = [torch.tensor(row) for row in ids]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
         return model(tokens, attention_mask=tokens != model.config.pad_token_id).logits.view(2, len(pairs))
@@ -139,7 +143,7 @@ def ppo(folder: str, count: int, kl_coef: float, seed: int) -> None:
     metrics = ppo_llm.iteration_metrics
 
     def with_true_reward(episodes, *rest):  # which is a metric, and nothing else
-        true_reward = statistics.mean(sentiment(e.conversation[-1][1]) for e in episodes)
+        true_reward = statistics.mean(sentiment(e.conversation[-1]["content"]) for e in episodes)
         return metrics(episodes, *rest) | {"objective/true_reward": true_reward}
 
     flags = FLAGS | dict(model=folder, reward_model=str(FOLDER / f"rm_{count}"), kl_coef=kl_coef, seed=seed)

@@ -149,7 +149,13 @@ def test_environment_that_cannot_be_made(ppo, tmp_path, env_id, kwargs, part):
 
 @pytest.mark.parametrize(("returns", "begun", "part"), [
     (("prompt",), False, "cannot reset the environment with seed 0"),
-    ((b"prompt", {}), True, "with seed 0: TypeError"), (("", {}), True, "the prompt '' has 0 tokens"),
+    ({"prompt": "ab=", "info": 5}, False, "with seed 0: TypeError: {'prompt': 'ab=', 'info': 5} is not (prompt, info)"),
+    *[((prompt, {}), False, f"with seed 0: TypeError: {found}: must be text, or a list of messages whose")
+      for prompt, found in [
+          (b"ab=", "b'ab=', of type bytes"), (None, "None, of type NoneType"), (5, "5, of type int"), ([5], "5, of type int"),
+          ({"grid": 1, "step": 2}, "{'grid': 1, 'step': 2}, of type dict"), ([{"role": "user"}], "{'role': 'user'}, of type dict")]],
+    (([{"role": "assistant", "content": "ab="}], {}), False, "with seed 0: ValueError: the last message is the assistant's"),
+    (("", {}), True, "the prompt '' has 0 tokens"),
     (("abc\ud83d", {}), False, "cannot make a tokenizer of the characters in the prompts: "),
     (("abcd" * 5, {}), True, "--max-prompt-tokens 16: the prompt 'abcdabcdabcdabcdabcd' has 20 tokens"),
 ])  # fmt: skip
@@ -160,7 +166,7 @@ def test_environment_whose_prompts_are_malformed_or_too_long(ppo, tmp_path, retu
 
 @pytest.mark.both
 @pytest.mark.parametrize(("env", "part"), [
-    ("RewardNaN", "not finite"), ("RewardString", "'1.0', which is not a number"), ("Exits", "SystemExit: 3"),
+    ("RewardNaN", "nan, which is not a finite"), ("RewardString", "'1.0', which is not a finite number"), ("Exits", "SystemExit: 3"),
     ("Raises", "RuntimeError: the judge is out of order"), ("FourValues", "expected 5, got 4"),
     ("WrongSignature", "TypeError"),
     ("HalfAPair", r"cannot encode '\ud83d': TypeError"),
@@ -174,12 +180,14 @@ def test_environment_that_fails_is_named_with_the_seed(ppo, tmp_path, env, part)
     ("GSM8K-v0", None, "No such file"), ("GSM8K-v0", "", "no rows in"), ("GSM8K-v0", "[5]", "use line 1 of"),
     ("GSM8K-v0", GSM8K_LINE + "\n" + GSM8K_LINE[:-9], "use line 2 of"), ("GSM8K-v0", "{'caf\xe9'}", "utf-8"),
     ("GSM8K-v0", PROMPT, "KeyError: 'answer'"), ("GSM8K-v0", '{"answer": "two"}', "no '#### number' in the answer"),
-    *[("Prompts-v0", PROMPT + "\n" + line, f"use line 2 of ROWS: {part}") for line, part in [
-        (PROMPT[:-1], "JSON"), ('{"text": "ab="}', "KeyError: 'prompt'"), ("5", "TypeError"),
-        ('{"prompt": 5}', "ValueError: the prompt must be text"),
-        (MESSAGES("user", text=[{"type": "text"}]), "ValueError: the prompt must be text"),
-        *[(MESSAGES(*roles), "ValueError: messages must be a single one, with the role user")
-          for roles in ([], ["system", "user"], ["user", "assistant"], ["assistant"])]]],
+    *[("Prompts-v0", PROMPT + "\n" + line, f"use line 2 of ROWS as a JSON object: {part}") for line, part in [
+        (PROMPT[:-1], "JSON"), ("5", "TypeError"), ('{"prompt": 5}', "TypeError: 5, of type int: must be text, or a"),
+        ('{"instruction": "a", "output": "b"}', "ValueError: no prompt or messages; the keys are instruction, output"),
+        (MESSAGES("user", text=[{"type": "text"}]), "TypeError: {'role': 'user', 'content': [{'type': 'text'}]}, of"),
+        *[(MESSAGES(*roles), "ValueError: the last message is the assistant's, which the model shall write")
+          for roles in ([], ["user", "assistant"], ["assistant"])]]],
+    ("Prompts-v0", "prompt\nab=", "use line 1 of"), ("Prompts-v0", f"[{PROMPT}, 5]", "use line 2 of"),
+    ("Prompts-v0", "PAR1\xff\xfe", "must be text, with a JSON object on each line: UnicodeDecodeError"),
 ])  # fmt: skip
 def test_file_that_is_wrong_is_named_with_the_line(ppo, tmp_path, env_id, content, part):
     path = tmp_path / "rows"

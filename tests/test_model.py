@@ -101,7 +101,7 @@ def test_texts_have_the_ids_that_they_have_in_the_whole_conversation(ppo, tmp_pa
         file.save(str(tmp_path / "tokenizer.json"))
         tokenizer = ppo.HFTokenizer(tmp_path)
         prompt = tokenizer.encode_prompt("hello")
-        answer = tokenizer.encode("yes or no", tokenizer.render_prompt("hello"))
+        answer = tokenizer.encode("yes or no", tokenizer.render(ppo.as_messages("hello")))
         feedback = tokenizer.encode_feedback("Too low.")
         whole = "Q: hello<|im_end|>A:yes or no<|im_end|>Q: Too low.<|im_end|>A:" if template else (
             "helloyes or no<|im_end|>Too low.")  # fmt: skip
@@ -116,11 +116,12 @@ def test_a_text_that_shares_a_token_with_the_one_before_is_encoded_alone(ppo):
 
 
 def test_a_conversation_ends_with_its_response(ppo, tmp_path):
-    tokenizer, turns = ppo.HFTokenizer(write_tokenizer(tmp_path, CHATML)), [("user", "hello"), ("assistant", "yes")]
+    tokenizer, turns = ppo.HFTokenizer(write_tokenizer(tmp_path, CHATML)), ppo.as_messages("hello")
+    turns.append({"role": "assistant", "content": "yes"})
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
-    assert tokenizer.encode_conversation(*turns, *turns) == ids_of(2 * text)
+    assert tokenizer.encode_conversation(2 * turns) == ids_of(2 * text)
     plain = ppo.HFTokenizer(write_tokenizer(tmp_path, bos=True))
-    assert plain.encode_conversation(*turns) == [4, *ids_of("helloyes<|im_end|>")]
+    assert plain.encode_conversation(turns) == [4, *ids_of("helloyes<|im_end|>")]
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for %}", "{{ ''.__class__.mro() }}"])

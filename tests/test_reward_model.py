@@ -13,11 +13,11 @@ from test_transformers import CAUSAL, CLASSIFIER, chat, hf_folder, load_theirs
 pytestmark = pytest.mark.shared
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}={{ message.content }}{% endfor %}"
-CONVERSATIONS = [
+CONVERSATIONS = list(map(chat, [
     [("user", "Natalia sold 48 clips"), ("assistant", "How many?")], [("user", "?"), ("assistant", "")],
     [("user", "Betty saves"), ("assistant", "for what"), ("user", "a wallet"), ("assistant", "that costs $100. " * 5)],
     [("user", "Weng earns $12 an hour for babysitting."), ("assistant", "Die Größe, 中文")],
-]  # fmt: skip
+]))  # fmt: skip
 
 
 def classifier(folder, family="qwen2, tied", template=TEMPLATE, auto=CLASSIFIER, **changes):
@@ -32,7 +32,7 @@ def scores_of_transformers(folder, conversations):
     """Of a batch, padded."""
     model, tokenizer = load_theirs(folder, CLASSIFIER)
     tokenizer.pad_token_id = model.config.pad_token_id
-    batch = tokenizer.apply_chat_template(list(map(chat, conversations)), padding=True, return_tensors="pt")
+    batch = tokenizer.apply_chat_template(conversations, padding=True, return_tensors="pt")
     return model(**batch).logits[:, 0]
 
 
@@ -41,7 +41,7 @@ def test_scores_are_those_of_transformers(ppo, tmp_path, family):
     """Also if the last token of a conversation is the one that pads."""
     folder = classifier(tmp_path, family.replace("ends with padding", "tied"))
     if "padding" in family:
-        config, last = tmp_path / "config.json", ppo.HFTokenizer(folder).encode_conversation(*CONVERSATIONS[0])[-1]
+        config, last = tmp_path / "config.json", ppo.HFTokenizer(folder).encode_conversation(CONVERSATIONS[0])[-1]
         config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": last}))
     args = ppo.Args(reward_model=folder, device="cpu", compile="off", dtype="float32")
     episodes = [ppo.Episode(seed=0, rewards=[0.25, 0.5], conversation=turns) for turns in CONVERSATIONS]
@@ -87,7 +87,7 @@ def test_it_never_changes_and_is_in_no_checkpoint(ppo, tmp_path):
 @pytest.mark.parametrize(("error", "changes"), [
     ("the files lack score.weight", dict(auto=CAUSAL)),
     (r"score.weight is \[2, 64\], in the model \[1, 64\]", dict(num_labels=2)),
-    ("cannot render the chat template of .*no users", dict(template="{{ raise_exception('no users') }}")),
+    ("cannot render with {} the chat template of .*no users", dict(template="{{ raise_exception('no users') }}")),
     ("3 positions, a conversation has", dict(max_position_embeddings=3)),
 ])  # fmt: skip
 def test_a_folder_that_is_no_reward_model_is_refused(ppo, tmp_path, error, changes):

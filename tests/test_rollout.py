@@ -64,9 +64,10 @@ def run(ppo, actor, tokenizer, env="TextEnv", samples=6, ids=None, iteration=0, 
     return ppo.rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args)
 
 
+chat = lambda *turns: [{"role": role, "content": content} for role, content in turns]
 # What an episode is, without the log-probs; and its text, without the prompt.
 rows = lambda episodes: [(e.ids, e.mask, e.rewards, e.stop, e.success, e.conversation) for e in episodes]
-text = lambda episode: "".join(text for _, text in episode.conversation[1:])
+text = lambda episode: "".join(message["content"] for message in episode.conversation[1:])
 
 
 def assert_same(episodes, expected):
@@ -90,7 +91,7 @@ def test_all_fields_are_aligned_at_the_tokens_own_index(ppo, tokenizer):
         sampled, ids = list(range(len(prompt), n)), episode.ids[len(prompt) :]
         assert e.tokens[i].tolist() == [*tokenizer.encode(prompt), *ids] + (e.tokens.shape[1] - n) * [0]
         assert e.mask[i].nonzero()[:, 0].tolist() == e.logprobs[i].nonzero()[:, 0].tolist() == sampled
-        assert response == tokenizer.decode(ids) and episode.conversation[0] == ("user", prompt)
+        assert response == tokenizer.decode(ids) and episode.conversation[:1] == chat(("user", prompt))
         assert e.rewards[i].nonzero()[:, 0].tolist() == (sampled[-1:] if response else [])
         assert episode.rewards[-1] == len(response) / 10 and episode.success == bool(response)
         assert episode.stop == ("terminated" if ids[-1] == tokenizer.eos_id else "length")
@@ -126,7 +127,7 @@ def test_two_turns_by_hand(ppo, tokenizer):
         assert episode.ids == [a, b, tokenizer.eos_id, c, d, tokenizer.eos_id]
         assert episode.mask == [False, True, True, False, True, True] and episode.stop == "terminated"
         assert episode.rewards == [0, 0, 0.25, 0, 0, last_reward]
-        assert episode.conversation[1:] == [("assistant", answer), ("user", feedback), ("assistant", second)]
+        assert episode.conversation[1:] == chat(("assistant", answer), ("user", feedback), ("assistant", second))
         assert [answer, second] in [env.seen for env in envs]
 
 
@@ -189,7 +190,7 @@ def test_dense_rewards_of_tokens_that_are_not_characters(ppo, byte_tokenizer):
         return episode.rewards
 
     assert play([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 16.0), (5, 32.0)]) == [3.0, 4.0, 0.0, 8.0, 0.0, 48.0, 0.0]
-    for wrong, part in ([(0, 1.0)], "not within"), ([(6, 1.0)], "not within"), ([(1, math.nan)], "not finite"):
+    for wrong, part in ([(0, 1.0)], "not within"), ([(6, 1.0)], "not within"), ([(1, math.nan)], "nan, which is not a finite number"):
         with pytest.raises(ValueError, match=part):
             play(wrong)
 

@@ -282,7 +282,7 @@ def test_reference_starts_as_the_actor_and_becomes_it_when_asked(run):
 def test_prompts_run_on_and_evaluation_is_on_held_out_ones_at_temperature_one(run):
     flags = dict(n_samples_per_prompt=2, rollout_batch_size=4, env_id="SortDigits-v0", eval_episodes=9, temperature=0.5)
     seen, other = run(**flags), run(**flags, seed=2)
-    prompts = lambda episodes: [episode.conversation[0][1] for episode in episodes]
+    prompts = lambda episodes: [episode.conversation[0]["content"] for episode in episodes]
     held_out = lambda prompt: zlib.crc32(prompt[:-1].encode()) % 10 == 0
     first, second = map(prompts, seen.episodes)
     assert first[0::2] == first[1::2] and len(set(first)) == 4
@@ -313,8 +313,8 @@ def test_evaluations_on_the_way_are_logged_and_change_nothing(run):
 
 def test_warm_start_teaches_the_demonstrations_and_their_end(run):
     before, after = (run(num_iterations=1, actor_lr=3e-3, sft_steps=n).evaluations[1][0] for n in (0, 60))  # greedy
-    assert {(episode.conversation[1][1], episode.stop) for episode in after} == {("fab", "terminated")}
-    assert "fab" not in {episode.conversation[1][1] for episode in before}
+    assert {(episode.conversation[1]["content"], episode.stop) for episode in after} == {("fab", "terminated")}
+    assert "fab" not in {episode.conversation[1]["content"] for episode in before}
 
 
 def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_reference(ppo, tmp_path):
@@ -341,11 +341,11 @@ def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path
     path, calls = tmp_path / "rows.jsonl", []
     path.write_text("\n".join(json.dumps(row | {"key": i}) for i, row in enumerate(rows)))
     env = ppo.Prompts(str(path))
-    env.reward = lambda *arguments: calls.append(arguments) or (0.5, False)
+    env.reward = lambda prompt, response, row: calls.append((prompt, response, row)) or (0.5, False)
     for seed in (*range(24), 24 * 10**6 + 1):
         prompt, info = env.reset(seed=seed)
         i = random.Random(0).sample(range(24), 24)[seed % 24]  # the order of the file does not matter
-        assert prompt == f"{i}?" and info.get("demonstration") == rows[i].get("demonstration")
+        assert prompt == rows[i].get("prompt", rows[i].get("messages")) and info.get("demonstration") == rows[i].get("demonstration")
         assert env.step("answer") == ("", 0.5, True, False, {"success": False})
         assert calls[-1] == (prompt, "answer", rows[i] | {"prompt": prompt, "key": i})
     path.write_text(json.dumps({"question": "1 + 1?", "answer": "It is two.\n#### 2"}))
@@ -370,7 +370,7 @@ def test_run_folder_holds_what_it_should(ppo, tmp_path, capsys):
     args = json.loads((folder / "config.json").read_text())["args"]
     assert args["critic_lr"] == 1e-3 and args["rollout_batch_size"] == 12  # with what None has become
     completions = lines(folder, "completions")
-    assert len(completions) == 2 * 4 and completions[0]["prompt"] == seen.episodes[0][0].conversation[0][1]
+    assert len(completions) == 2 * 4 and completions[0]["prompt"] == seen.episodes[0][0].conversation[0]["content"]
     assert set(completions[0]) == {"iteration", "prompt", "response", "reward", "stop", "n_tokens", "kl"}
     events = EventAccumulator(str(folder)).Reload()
     for name in ("objective/reward", "critic/value_loss", "ratio/last_dev"):
@@ -388,7 +388,9 @@ def test_the_line_of_an_iteration(run):
              "actor/clipfrac", "critic/explained_variance", "time/iteration")  # fmt: skip
     form = "{}/2: reward #, accuracy #%, # tokens, KL #, approx_kl #, clipfrac #, explained #, # s"
     for i, (text, row) in enumerate(zip(shown, seen.rows, strict=True), 1):
-        numbers = re.fullmatch(form.format(i).replace("#", r"(-?\d[-.\de]*)"), text).groups()
+        numbers = re.fullmatch(form.format(i).replace("#", r"(-?\d[-.\de]*)"), re.sub(r" \((\d+)% cut\)", "", text)).groups()
+        cut = row["objective/truncated"]
+        assert (f" ({cut:.0%} cut)" in text) == (cut > 0)
         expected = [row[name] * (100 if name == "objective/accuracy" else 1) for name in names]
         assert [float(x) for x in numbers] == pytest.approx(expected, abs=0.006, rel=0.06)
         for name in ("approx_kl", "clipfrac"):

@@ -1,0 +1,340 @@
+"""People's data, rewards and environments: what README and benchmarks/environments.md say, and their code, as it is."""
+
+import asyncio
+import http.server
+import importlib
+import json
+import math
+import re
+import sys
+import threading
+import types
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+import environments
+import numpy as np
+import pytest
+import torch
+from test_model import CHATML, write_tokenizer
+from test_rollout import ALPHABET, chat, make_envs, run, scripted_model, text
+from test_train import record
+
+pytestmark = pytest.mark.shared
+
+PAGE = (Path(__file__).parent.parent / "benchmarks" / "environments.md").read_text()
+SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+ALTERNATE = ("{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+             "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}")  # fmt: skip
+GEMMA = ("{{ bos_token or '' }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+         "{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+         "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")  # fmt: skip
+LLAMA3 = ("{% for m in messages %}[{{ m.role }}]\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+          "{% if add_generation_prompt %}[assistant]\n\n{% endif %}")  # fmt: skip
+THINKS = (CHATML + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+          "<think>\n\n</think>\n\n{% endif %}")  # fmt: skip
+
+
+def example(title, **modules):
+    """A module of the page's code below `title`; `modules` are those that it imports from a user."""
+    code = PAGE.split(f"**{title}**")[1].split("```python\n")[1].split("```")[0]
+    name = re.sub(r"\W", "_", f"example {title}")
+    module = sys.modules[name] = types.ModuleType(name)
+    sys.modules.update({key: types.SimpleNamespace(**content) for key, content in modules.items()})
+    exec(code, vars(module))
+    return module
+
+
+@pytest.fixture
+def tokenizer(ppo):
+    return ppo.HFTokenizer.from_texts([ALPHABET])
+
+
+def prompts_of(ppo, tmp_path, reward, **row):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a="} | row))
+    env = ppo.Prompts(str(tmp_path / "rows.jsonl"))
+    env.reset(seed=0)
+    env.reward = reward
+    return env
+
+
+def episode_of(ppo, tokenizer, env, answer="b", **flags):
+    """One response, `answer` and <eos>, to what `env` asks."""
+    episode = ppo.Episode(7)
+    episode.begin(env, tokenizer, ppo.Args(max_prompt_tokens=99, max_new_tokens=99))
+    ids = [*tokenizer.encode(answer), tokenizer.eos_id]
+    episode.add(ids, [-1.0] * len(ids))
+    episode.end_turn(env, episode.prompt_length, tokenizer, ppo.Args(max_new_tokens=99, **flags))
+    return episode
+
+
+TURNS = chat(("system", "Be brief."), ("user", "a?"), ("assistant", "b"), ("user", "c?"))
+
+
+@pytest.mark.parametrize("template", [CHATML, GEMMA, LLAMA3, THINKS, SYSTEM + CHATML, ALTERNATE + LLAMA3, None])
+@pytest.mark.parametrize("prompt", [TURNS, TURNS[1:], TURNS[:2], TURNS[1:2], "a?"])
+def test_messages_have_the_ids_of_the_template_and_so_have_those_between_turns(ppo, tmp_path, template, prompt):
+    """Also after a response that was cut, which gets the stop token that it lacks."""
+    tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, template))
+    messages = prompt if isinstance(prompt, list) else chat(("user", prompt))
+    env = types.SimpleNamespace(reset=lambda seed: (prompt, {}), step=None)
+    if template and messages[0]["role"] == "system" and template.startswith((SYSTEM, ALTERNATE)):
+        with pytest.raises(ppo.UserError, match="the chat template of .*: (no system role|roles must alternate)"):
+            ppo.Episode(7).begin(env, tokenizer, ppo.Args(max_prompt_tokens=999))
+        return
+    for cut, feedback in ((c, f) for c in (False, True) for f in ("d", chat(("tool", "4"), ("user", "d")))):
+        if template == ALTERNATE + LLAMA3 and feedback != "d":
+            continue
+        env.step = lambda _, feedback=feedback: (feedback, 0.0, False, False, {})
+        episode = ppo.Episode(7)
+        episode.begin(env, tokenizer, ppo.Args(max_prompt_tokens=999))
+        ids = [*tokenizer.encode("e"), *([] if cut else [tokenizer.eos_id])]
+        episode.add(ids, [0.0] * len(ids))
+        episode.end_turn(env, episode.prompt_length, tokenizer, ppo.Args(max_new_tokens=999))
+        between = chat(("user", "d")) if feedback == "d" else feedback
+        assert episode.conversation == [*messages, *chat(("assistant", "e")), *between]
+        whole = tokenizer.render(episode.conversation)
+        if not template:
+            whole = "".join(m["content"] for m in messages) + "e<|im_end|>" + "".join(m["content"] for m in between)
+        assert tokenizer.hf.decode(episode.ids) == whole
+        assert [i for i, sampled in zip(episode.ids, episode.mask) if sampled] == ids
+        assert episode.prompt_messages == len(messages)
+
+
+def test_arguments_of_the_template_and_what_is_wrong_with_them(ppo, tmp_path):
+    tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, THINKS))
+    ends = lambda ids: tokenizer.hf.decode(ids).endswith("<think>\n\n</think>\n\n")
+    assert not ends(tokenizer.encode_prompt("a")) and not ends(tokenizer.encode_feedback("a"))
+    tokenizer.template_kwargs = '{"enable_thinking": false}'
+    assert ends(tokenizer.encode_prompt("a")) and ends(tokenizer.encode_feedback("a"))
+    for wrong in "{enable}", "[1]", '{"tokenize": true}':
+        tokenizer.template_kwargs = wrong
+        with pytest.raises(ppo.UserError, match=re.escape(f"cannot render with {wrong} the chat template")):
+            tokenizer.encode_prompt("a")
+
+
+@pytest.mark.parametrize("feedback", [None, 5, b"c", {"a": 1}, {"a": 1, "b": 2}, [], ["c"], [{"role": "user"}],
+                                      [{"role": "tool", "content": {"x": 1}}], np.zeros(2)])  # fmt: skip
+def test_what_is_no_text_between_turns_is_one_line_with_seed_and_type(ppo, tokenizer, feedback):
+    actor, envs = scripted_model(ppo, tokenizer, {"=": "b"}), make_envs("Endless", 1, feedback=feedback)
+    is_list = isinstance(feedback, list)
+    kind = type(feedback[0] if is_list and feedback else feedback).__name__
+    expected = "last message is the assistant's" if is_list and not feedback else f"of type {kind}: must be text, or a list of"
+    with pytest.raises(ppo.UserError, match=f"cannot play the episode with seed 3: .*{expected}"):
+        run(ppo, actor, tokenizer, envs, ids=[(3, 0)])
+
+
+NUMBERS = [np.float32(0.5), np.int64(2), np.array(0.5), torch.tensor(0.5), torch.tensor(2), True]
+
+
+@pytest.mark.parametrize("x", NUMBERS, ids=str)
+def test_numbers_of_numpy_and_torch_become_floats(ppo, tokenizer, x):
+    info = {"rewards": [(1, x)], "metrics": {"a": x}, "success": np.bool_(False)}
+    env = types.SimpleNamespace(reset=lambda seed: ("a", {}), step=lambda _: ("", x, np.bool_(True), False, info))
+    episode = episode_of(ppo, tokenizer, env)
+    assert json.loads(json.dumps(episode.rewards)) == [0, float(x), float(x)] and episode.success is False
+    assert json.loads(json.dumps(episode.metrics)) == {"a": float(x)}
+
+
+@pytest.mark.parametrize(("part", "reward", "terminated", "info"), [
+    ("bools: (True, False, 'False')", 1.0, True, {"success": "False"}), ("bools: (True, False, nan)", 1.0, True, {"success": math.nan}),
+    ("bools: ('False', False, False)", 1.0, "False", {}), ("bools: (None", 1.0, None, {}),
+    ("a number in info['rewards'] is np.float32(nan), which", 1.0, True, {"rewards": [(1, np.float32(math.nan))]}),
+    ("a number in info['rewards'] is '1'", 1.0, True, {"rewards": [(1, "1")]}),
+    ("info['metrics']['a'] is None, which is not a finite number", 1.0, True, {"metrics": {"a": None}}),
+    ("the reward of a step is {'score': 1.0}", {"score": 1.0}, True, {}), ("the reward of a step is [1.0]", [1.0], True, {}),
+])  # fmt: skip
+def test_what_is_no_number_and_no_bool_is_refused(ppo, tokenizer, part, reward, terminated, info):
+    env = types.SimpleNamespace(reset=lambda seed: ("a", {}), step=lambda _: ("", reward, terminated, False, info))
+    with pytest.raises(ValueError, match=re.escape(part)):
+        episode_of(ppo, tokenizer, env)
+
+
+@pytest.mark.parametrize(("result", "expected"), [
+    (0.5, (0.5, True, {})), ((0.5, False), (0.5, False, {})), ((0.0, True), (0.0, True, {})),
+    ((0.0, {"format": 1.0, "right": 0}), (0.0, False, {"format": 1.0, "right": 0.0})), ((1.0, {}), (1.0, True, {})),
+    *[(wrong, None) for wrong in ((0.5, "False"), (0.5, 0.3), (0.5, None), (0.5, [1.0]), (0.5, {"a": "b"}), (0.5, True, {}))],
+])  # fmt: skip
+@pytest.mark.parametrize("is_async", [False, True])
+def test_results_of_a_reward_function(ppo, tokenizer, tmp_path, result, expected, is_async):
+    async def later(prompt, response, row):
+        await asyncio.sleep(0)
+        return result
+
+    env = prompts_of(ppo, tmp_path, later if is_async else lambda prompt, response, row: result)
+    if expected is None:
+        with pytest.raises(ValueError):
+            episode_of(ppo, tokenizer, env)
+        return
+    episode = episode_of(ppo, tokenizer, env)
+    assert (episode.rewards[-1], episode.success, episode.metrics) == expected
+
+
+def test_functions_with_another_signature_are_refused(ppo, tmp_path):
+    """Not called with a row as ground truth."""
+    verl = lambda data_source, solution_str, ground_truth, extra_info=None: 1.0
+    for function in verl, lambda prompts, completions, answer, **columns: [1.0], lambda completions, **columns: [1.0]:
+        with pytest.raises(TypeError, match="argument"):
+            prompts_of(ppo, tmp_path, function).step("b")
+
+
+class Unscored(environments.TextEnv):
+    """Every third sample has no reward; the first turn of each gives half a point."""
+
+    def turn(self, response):
+        reward = None if self.seed % 3 == 0 and len(self.seen) == 2 else 0.5
+        return "c", reward, len(self.seen) == 2, False, {"metrics": {"turns": len(self.seen), "third": self.seed % 3 == 0}}
+
+
+environments.gym.register("Unscored-v0", entry_point=Unscored)
+
+
+@pytest.mark.both
+def test_samples_without_a_reward_do_not_train_and_are_counted_and_metrics_are_logged(ppo, tmp_path):
+    seen = record(ppo, tmp_path, env_id="Unscored-v0", max_new_tokens=16, eval_episodes=6, eval_every=1, kl_coef=0.1,
+                  max_turn_tokens=3, recompute_old_logprobs=False)  # fmt: skip
+    for row, episodes, call in zip(seen.rows, seen.episodes, seen.calls["make_experience"], strict=True):
+        thirds = torch.tensor([e.stop == "unscored" for e in episodes])
+        assert thirds.tolist() == [e.seed % 3 == 0 for e in episodes] and 0 < thirds.sum() < 8
+        e = call["result"] if "result" in call else ppo.Experience.from_episodes(episodes)
+        assert not e.mask[thirds].any() and e.mask[~thirds].any(1).all() and (e.logprobs[thirds] == 0).all()
+        assert not any(x.success for x in episodes if x.stop == "unscored")
+        assert row["objective/unscored"] == thirds.float().mean()
+        assert row["env/turns"] == pytest.approx(sum(e.metrics["turns"] for e in episodes) / 8)
+    assert seen.rows[1]["eval/env/third"] == seen.summary["eval_before"]["env/third"] == pytest.approx(2 / 6)
+    assert seen.summary["eval_after"]["unscored"] == pytest.approx(2 / 6)
+
+
+def test_without_evaluations(ppo, tmp_path):
+    seen = record(ppo, tmp_path, eval_episodes=0, eval_every=1)
+    assert not seen.evaluations and seen.summary["eval_before"] == seen.summary["eval_after"] == {}
+
+
+@pytest.mark.both
+@pytest.mark.parametrize("limit", [2, 3, None])
+def test_a_turn_that_never_ends_is_cut_and_answered(ppo, tokenizer, limit):
+    """After "=" and "c" the model says b for ever. A turn of `limit` tokens is cut; at the end --max-new-tokens cuts."""
+    actor = scripted_model(ppo, tokenizer, {"=": "b", "b": "b", "c": "b"})
+    [episode] = run(ppo, actor, tokenizer, make_envs("Endless", 1), ids=[(2, 0)], max_new_tokens=11, max_turn_tokens=limit)
+    turns = {2: ["bb", "bb", "bb"], 3: ["bbb", "bbb", "b"], None: ["b" * 11]}[limit]
+    assert text(episode) == "c".join(turns) and episode.stop == "length"
+    b, c = tokenizer.encode("bc")
+    between = [tokenizer.eos_id, c]
+    given = [i for i, sampled in zip(episode.ids, episode.mask) if not sampled]
+    assert given == [*tokenizer.encode("x="), *between * (len(turns) - 1)]
+    assert sum(episode.rewards) == 0.5 * len(turns)
+
+
+@pytest.mark.both
+def test_max_episode_steps_of_gymnasium_limits_the_turns(ppo, tokenizer):
+    args = ppo.Args(env_id="environments:Endless-v0", env_kwargs='{"max_episode_steps": 2}', rollout_batch_size=4)
+    actor = scripted_model(ppo, tokenizer, {"=": "b", "c": "b"})
+    for episode in run(ppo, actor, tokenizer, ppo.make_envs(args), rollout_slots=4):
+        assert (text(episode), episode.stop) == ("bcb", "truncated")
+
+
+def test_whole_prompts_are_in_completions(ppo, tmp_path, tokenizer):
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([{"messages": TURNS, "prompt": TURNS[:2]}, {"messages": TURNS[:2]}], indent=2))
+    flags = dict(env_id="Prompts-v0", env_kwargs=json.dumps({"path": str(rows), "reward": "environments:length"}))
+    record(ppo, tmp_path, **flags, max_prompt_tokens=40)
+    samples = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert {sample["prompt"] for sample in samples} == {"Be brief.\na?"}
+
+
+def test_verl_and_trl(ppo, tokenizer, tmp_path):
+    seen = []
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        seen.append((data_source, solution_str, ground_truth, extra_info))
+        return {"score": 0.5, "acc": True, "pred": "b"}
+
+    row = dict(prompt=TURNS[1:2], data_source="math", reward_model={"ground_truth": "4", "style": "rule"}, extra_info={"i": 1})
+    verl = example("verl's", my_scores=dict(compute_score=compute_score))
+    episode = episode_of(ppo, tokenizer, prompts_of(ppo, tmp_path, verl.reward, **row))
+    assert seen == [("math", "b", "4", {"i": 1})]
+    assert (episode.rewards[-1], episode.metrics) == (0.5, {"score": 0.5, "acc": 1.0})
+
+    def trl_reward(prompts, completions, answer, **columns):
+        seen.append((len(prompts), columns))
+        texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+        return [None if x == "?" else float(len(x)) for x in texts]
+
+    batched = example("Functions of lists", my_scores=dict(trl_reward=trl_reward))
+    for prompt in "a", TURNS[1:2]:
+        calls = [(prompt, answer, {"prompt": prompt, "answer": "4", "level": 3}) for answer in ("b", "bb", "?", "bbbb")]
+        seen.clear()
+        with ThreadPool(4) as threads:
+            assert threads.starmap(batched.reward, calls) == [1.0, 2.0, None, 4.0]
+        assert sum(n for n, _ in seen) == 4 and len(seen) < 4 and seen[0][1]["level"][0] == 3
+    with pytest.raises(TypeError, match="answer"):
+        batched.reward("a", "b", {"prompt": "a"})
+
+
+def test_a_judge_that_is_slow_and_fails():
+    answers = iter([(500, b"{}"), (200, b"no JSON"), (200, b'{"score": 0.25}'), *4 * [(503, b"")]])
+
+    class Judge(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            status, body = next(answers)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        log_message = lambda *_: None
+
+    server = http.server.ThreadingHTTPServer(("localhost", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    judge = example("A judge over HTTP")
+    judge.URL, judge.WAITS = f"http://localhost:{server.server_port}", (0.01, 0.01, 0.01)
+    assert judge.reward("a", "b", {}) == 0.25 and judge.reward("a", "b", {}) is None
+    server.shutdown()
+
+
+def test_math_verify_on_threads():
+    """Without the package, something else that only works in the main thread of a process."""
+    if not importlib.util.find_spec("math_verify"):
+        import signal
+
+        def parse(text):
+            signal.setitimer(signal.ITIMER_REAL, 0)  # what signal.alarm does, only later
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # raises on other threads
+            return text.strip("so $")
+
+        modules = dict(math_verify=dict(parse=parse, verify=lambda a, b: a == b))
+    else:
+        modules = {}
+    module = example("math-verify", **modules)
+    calls = [("", f"so ${x}$", {"answer": "$72$"}) for x in ("72", "9^{9^{9}}", "5", "72")]
+    with ThreadPool(4) as threads:
+        assert threads.starmap(module.reward, calls) == [1.0, 0.0, 0.0, 1.0]
+    module.pool.terminate()
+
+
+@pytest.mark.parametrize(("title", "package", "kwargs", "answers"), [
+    ("Toy text of gymnasium", "gymnasium", {}, ["up there", "left", *"down down right right down right".split()]),
+    ("GEM", "gem", {"game": "game:GuessTheNumber-v0-easy"}, [f"\\boxed{{{n}}}" for n in range(1, 11)]),
+    ("TextArena", "textarena", {"game": "GuessTheNumber-v0"}, [f"[{n}]" for n in range(1, 21)]),
+    ("TextWorld", "textworld", {"games": "games/*.z8"}, ["look", "inventory", "go south"]),
+])  # fmt: skip
+def test_environments_of_others(ppo, title, package, kwargs, answers):
+    """On threads, the same seed gives the same prompt; every turn is text; the games end."""
+    pytest.importorskip(package)
+    if "games" in kwargs and not list(Path().glob(kwargs["games"])):
+        pytest.skip("tw-make custom --world-size 2 --nb-objects 3 --quest-length 2 --seed 1 --output games/1.z8")
+    module = example(title)
+    [env_class] = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, environments.gym.Env)]
+    envs = [env_class(**kwargs) for _ in range(16)]
+    prompts = lambda: [messages for messages, _ in threads.starmap(ppo.reset, [(env, i % 8) for i, env in enumerate(envs)])]
+    with ThreadPool(16) as threads:
+        first = prompts()
+        assert first == prompts() and first[:8] == first[8:]
+    for answer in answers:
+        messages, reward, end, info = ppo.step(envs[0], answer)
+        ppo.number(reward, "reward")
+        if end:
+            break
+        assert messages[0]["content"].strip()
+    assert end == "terminated" or title == "TextWorld"
+    assert title != "Toy text of gymnasium" or info["success"]
