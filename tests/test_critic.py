@@ -33,28 +33,21 @@ def test_the_penalty_is_not_for_episodes_that_the_environment_ends(ppo, tmp_path
     assert seen.calls["compute_gae"][0]["rewards"].sum(1).tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["k2", "k3"])
-def test_kl_in_the_loss_leaves_rewards_alone_and_holds_the_actor(ppo, tmp_path, kind):
-    free, held = (record(ppo, tmp_path, run_name=str(x), kl_coef=x, kl_loss=kind) for x in (1e-6, 100.0))
-    for call, experience in zip(held.calls["compute_gae"], held.experiences, strict=True):
-        assert torch.equal(call["rewards"], experience.rewards)
-    first, last = (free.rows[0]["ratio/steps"][i]["kl_loss"] for i in (0, -1))
-    assert abs(first) < 1e-6 < last  # the reference is the first actor
-    assert held.rows[-1]["actor/kl_loss"] < 0.5 * free.rows[-1]["actor/kl_loss"]
-
-
 @pytest.mark.parametrize(("kind", "slope"), [("k2", lambda x: x), ("k3", lambda x: 1 - (-x).exp())])
-def test_the_kl_loss_weighs_samples_by_how_likely_they_have_become(ppo, tmp_path, kind, slope):
+def test_kl_in_the_loss_leaves_rewards_alone_and_weighs_samples_of_the_old_policy(ppo, tmp_path, kind, slope):
     """In the first iteration the reference is the old policy, so that logratios to both are the same."""
     loss, flags = ppo.policy_loss, dict(kl_coef=5.0, kl_loss=kind, clip_low=1, clip_high=1e9, actor_lr=0.01)
     kept = functools.wraps(loss)(lambda logprobs, *rest, **kw: logprobs.retain_grad() or loss(logprobs, *rest, **kw))
     with mock.patch.object(ppo, "policy_loss", kept):
-        run = record(ppo, tmp_path, num_iterations=1, **flags)
-    for call in run.calls["policy_loss"]:
+        run = record(ppo, tmp_path, **flags)
+    for call in run.calls["policy_loss"][:4]:
         logratio = (call["logprobs"] - call["old_logprobs"]).detach()
         expected = logratio.exp() * (5.0 * slope(logratio) - call["advantages"]) * call["mask"] / call["denom"]
         torch.testing.assert_close(call["logprobs"].grad, expected, rtol=1e-4, atol=1e-5)
     assert (5 * logratio).abs().max() > 1
+    for call, experience in zip(run.calls["compute_gae"], run.experiences, strict=True):
+        assert torch.equal(call["rewards"], experience.rewards)
+    assert run.rows[0]["ratio/steps"][0]["kl_loss"] < 1e-6 < run.rows[0]["ratio/steps"][-1]["kl_loss"]
 
 
 def test_advantages_are_whitened_over_the_rollout_and_returns_have_a_lambda_of_their_own(ppo, tmp_path):
