@@ -152,9 +152,10 @@ def test_environment_that_cannot_be_made(ppo, tmp_path, env_id, kwargs, part):
     ({"prompt": "ab=", "info": 5}, False, "with seed 0: TypeError: {'prompt': 'ab=', 'info': 5} is not (prompt, info)"),
     *[((prompt, {}), False, f"with seed 0: TypeError: {found}: must be text, or a list of messages whose")
       for prompt, found in [
-          (b"ab=", "b'ab=', of type bytes"), (None, "None, of type NoneType"), (5, "5, of type int"), ([5], "5, of type int"),
-          ({"grid": 1, "step": 2}, "{'grid': 1, 'step': 2}, of type dict"), ([{"role": "user"}], "{'role': 'user'}, of type dict")]],
-    (([{"role": "assistant", "content": "ab="}], {}), False, "with seed 0: ValueError: the last message is the assistant's"),
+          (b"ab=", "b'ab=', of type bytes"), (None, "None, of type NoneType"), (5, "5, of type int"),
+          ({"grid": 1, "step": 2}, "{'grid': 1, 'step': 2}, of type dict"), ([5], "5, of type int"),
+          ([{"role": "user"}], "{'role': 'user'}, of type dict")]],
+    (([{"role": "assistant", "content": "a"}], {}), False, "with seed 0: ValueError: the last message is the assist"),
     (("", {}), True, "the prompt '' has 0 tokens"),
     (("abc\ud83d", {}), False, "cannot make a tokenizer of the characters in the prompts: "),
     (("abcd" * 5, {}), True, "--max-prompt-tokens 16: the prompt 'abcdabcdabcdabcdabcd' has 20 tokens"),
@@ -166,7 +167,7 @@ def test_environment_whose_prompts_are_malformed_or_too_long(ppo, tmp_path, retu
 
 @pytest.mark.both
 @pytest.mark.parametrize(("env", "part"), [
-    ("RewardNaN", "nan, which is not a finite"), ("RewardString", "'1.0', which is not a finite number"), ("Exits", "SystemExit: 3"),
+    ("RewardNaN", "nan, which is not a finite"), ("RewardString", "'1.0', which is not a finite number"), ("Exits", "SystemExit: 3"),  # noqa: E501
     ("Raises", "RuntimeError: the judge is out of order"), ("FourValues", "expected 5, got 4"),
     ("WrongSignature", "TypeError"),
     ("HalfAPair", r"cannot encode '\ud83d': TypeError"),

@@ -26,7 +26,7 @@ PAGE = (Path(__file__).parent.parent / "benchmarks" / "environments.md").read_te
 SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 ALTERNATE = ("{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
              "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}")  # fmt: skip
-GEMMA = ("{{ bos_token or '' }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+GEMMA = ("{{ bos_token or '' }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"  # noqa: E501
          "{{ m.content | trim }}<|im_end|>\n{% endfor %}"
          "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")  # fmt: skip
 LLAMA3 = ("{% for m in messages %}[{{ m.role }}]\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
@@ -119,7 +119,7 @@ def test_what_is_no_text_between_turns_is_one_line_with_seed_and_type(ppo, token
     actor, envs = scripted_model(ppo, tokenizer, {"=": "b"}), make_envs("Endless", 1, feedback=feedback)
     is_list = isinstance(feedback, list)
     kind = type(feedback[0] if is_list and feedback else feedback).__name__
-    expected = "last message is the assistant's" if is_list and not feedback else f"of type {kind}: must be text, or a list of"
+    expected = "last message is the assistant's" if is_list and not feedback else f"of type {kind}: must be text, or a list of"  # noqa: E501
     with pytest.raises(ppo.UserError, match=f"cannot play the episode with seed 3: .*{expected}"):
         run(ppo, actor, tokenizer, envs, ids=[(3, 0)])
 
@@ -137,12 +137,12 @@ def test_numbers_of_numpy_and_torch_become_floats(ppo, tokenizer, x):
 
 
 @pytest.mark.parametrize(("part", "reward", "terminated", "info"), [
-    ("bools: (True, False, 'False')", 1.0, True, {"success": "False"}), ("bools: (True, False, nan)", 1.0, True, {"success": math.nan}),
+    ("bools: (True, False, 'False')", 1.0, True, {"success": "False"}), ("bools: (True, False, nan)", 1.0, True, {"success": math.nan}),  # noqa: E501
     ("bools: ('False', False, False)", 1.0, "False", {}), ("bools: (None", 1.0, None, {}),
     ("a number in info['rewards'] is np.float32(nan), which", 1.0, True, {"rewards": [(1, np.float32(math.nan))]}),
     ("a number in info['rewards'] is '1'", 1.0, True, {"rewards": [(1, "1")]}),
     ("info['metrics']['a'] is None, which is not a finite number", 1.0, True, {"metrics": {"a": None}}),
-    ("the reward of a step is {'score': 1.0}", {"score": 1.0}, True, {}), ("the reward of a step is [1.0]", [1.0], True, {}),
+    ("the reward of a step is {'score': 1.0}", {"score": 1.0}, True, {}), ("the reward of a step is [1.0]", [1.0], True, {}),  # noqa: E501
 ])  # fmt: skip
 def test_what_is_no_number_and_no_bool_is_refused(ppo, tokenizer, part, reward, terminated, info):
     env = types.SimpleNamespace(reset=lambda seed: ("a", {}), step=lambda _: ("", reward, terminated, False, info))
@@ -153,7 +153,7 @@ def test_what_is_no_number_and_no_bool_is_refused(ppo, tokenizer, part, reward, 
 @pytest.mark.parametrize(("result", "expected"), [
     (0.5, (0.5, True, {})), ((0.5, False), (0.5, False, {})), ((0.0, True), (0.0, True, {})),
     ((0.0, {"format": 1.0, "right": 0}), (0.0, False, {"format": 1.0, "right": 0.0})), ((1.0, {}), (1.0, True, {})),
-    *[(wrong, None) for wrong in ((0.5, "False"), (0.5, 0.3), (0.5, None), (0.5, [1.0]), (0.5, {"a": "b"}), (0.5, True, {}))],
+    *[(wrong, None) for wrong in ((0.5, "False"), (0.5, 0.3), (0.5, None), (0.5, [1.0]), (0.5, {"a": "b"}), (0.5, True, {}))],  # noqa: E501
 ])  # fmt: skip
 @pytest.mark.parametrize("is_async", [False, True])
 def test_results_of_a_reward_function(ppo, tokenizer, tmp_path, result, expected, is_async):
@@ -183,7 +183,7 @@ class Unscored(environments.TextEnv):
 
     def turn(self, response):
         reward = None if self.seed % 3 == 0 and len(self.seen) == 2 else 0.5
-        return "c", reward, len(self.seen) == 2, False, {"metrics": {"turns": len(self.seen), "third": self.seed % 3 == 0}}
+        return "c", reward, len(self.seen) == 2, False, {"metrics": {"turns": len(self.seen), "third": self.seed % 3 == 0}}  # noqa: E501
 
 
 environments.gym.register("Unscored-v0", entry_point=Unscored)
@@ -213,9 +213,9 @@ def test_without_evaluations(ppo, tmp_path):
 @pytest.mark.both
 @pytest.mark.parametrize("limit", [2, 3, None])
 def test_a_turn_that_never_ends_is_cut_and_answered(ppo, tokenizer, limit):
-    """After "=" and "c" the model says b for ever. A turn of `limit` tokens is cut; at the end --max-new-tokens cuts."""
+    """After "=" and "c" the model says b for ever. A turn of `limit` tokens is cut; at the end --max-new-tokens cuts."""  # noqa: E501
     actor = scripted_model(ppo, tokenizer, {"=": "b", "b": "b", "c": "b"})
-    [episode] = run(ppo, actor, tokenizer, make_envs("Endless", 1), ids=[(2, 0)], max_new_tokens=11, max_turn_tokens=limit)
+    [episode] = run(ppo, actor, tokenizer, make_envs("Endless", 1), ids=[(2, 0)], max_new_tokens=11, max_turn_tokens=limit)  # noqa: E501
     turns = {2: ["bb", "bb", "bb"], 3: ["bbb", "bbb", "b"], None: ["b" * 11]}[limit]
     assert text(episode) == "c".join(turns) and episode.stop == "length"
     b, c = tokenizer.encode("bc")
@@ -249,7 +249,7 @@ def test_verl_and_trl(ppo, tokenizer, tmp_path):
         seen.append((data_source, solution_str, ground_truth, extra_info))
         return {"score": 0.5, "acc": True, "pred": "b"}
 
-    row = dict(prompt=TURNS[1:2], data_source="math", reward_model={"ground_truth": "4", "style": "rule"}, extra_info={"i": 1})
+    row = dict(prompt=TURNS[1:2], data_source="math", reward_model={"ground_truth": "4", "style": "rule"}, extra_info={"i": 1})  # noqa: E501
     verl = example("verl's", my_scores=dict(compute_score=compute_score))
     episode = episode_of(ppo, tokenizer, prompts_of(ppo, tmp_path, verl.reward, **row))
     assert seen == [("math", "b", "4", {"i": 1})]
@@ -326,7 +326,7 @@ def test_environments_of_others(ppo, title, package, kwargs, answers):
     module = example(title)
     [env_class] = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, environments.gym.Env)]
     envs = [env_class(**kwargs) for _ in range(16)]
-    prompts = lambda: [messages for messages, _ in threads.starmap(ppo.reset, [(env, i % 8) for i, env in enumerate(envs)])]
+    prompts = lambda: [messages for messages, _ in threads.starmap(ppo.reset, [(env, i % 8) for i, env in enumerate(envs)])]  # noqa: E501
     with ThreadPool(16) as threads:
         first = prompts()
         assert first == prompts() and first[:8] == first[8:]

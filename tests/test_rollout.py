@@ -190,7 +190,7 @@ def test_dense_rewards_of_tokens_that_are_not_characters(ppo, byte_tokenizer):
         return episode.rewards
 
     assert play([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 16.0), (5, 32.0)]) == [3.0, 4.0, 0.0, 8.0, 0.0, 48.0, 0.0]
-    for wrong, part in ([(0, 1.0)], "not within"), ([(6, 1.0)], "not within"), ([(1, math.nan)], "nan, which is not a finite number"):
+    for wrong, part in ([(0, 1.0)], "not within"), ([(6, 1.0)], "not within"), ([(1, math.nan)], "nan, which is not a finite number"):  # noqa: E501
         with pytest.raises(ValueError, match=part):
             play(wrong)
 

@@ -345,7 +345,7 @@ def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path
     for seed in (*range(24), 24 * 10**6 + 1):
         prompt, info = env.reset(seed=seed)
         i = random.Random(0).sample(range(24), 24)[seed % 24]  # the order of the file does not matter
-        assert prompt == rows[i].get("prompt", rows[i].get("messages")) and info.get("demonstration") == rows[i].get("demonstration")
+        assert prompt == rows[i].get("prompt", rows[i].get("messages")) and info.get("demonstration") == rows[i].get("demonstration")  # noqa: E501
         assert env.step("answer") == ("", 0.5, True, False, {"success": False})
         assert calls[-1] == (prompt, "answer", rows[i] | {"prompt": prompt, "key": i})
     path.write_text(json.dumps({"question": "1 + 1?", "answer": "It is two.\n#### 2"}))
@@ -388,7 +388,7 @@ def test_the_line_of_an_iteration(run):
              "actor/clipfrac", "critic/explained_variance", "time/iteration")  # fmt: skip
     form = "{}/2: reward #, accuracy #%, # tokens, KL #, approx_kl #, clipfrac #, explained #, # s"
     for i, (text, row) in enumerate(zip(shown, seen.rows, strict=True), 1):
-        numbers = re.fullmatch(form.format(i).replace("#", r"(-?\d[-.\de]*)"), re.sub(r" \((\d+)% cut\)", "", text)).groups()
+        numbers = re.fullmatch(form.format(i).replace("#", r"(-?\d[-.\de]*)"), re.sub(r" \((\d+)% cut\)", "", text)).groups()  # noqa: E501
         cut = row["objective/truncated"]
         assert (f" ({cut:.0%} cut)" in text) == (cut > 0)
         expected = [row[name] * (100 if name == "objective/accuracy" else 1) for name in names]
