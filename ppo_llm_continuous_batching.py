@@ -129,8 +129,7 @@ class Args:
     rollout_batch_size: int = 256  # prompts of a rollout, on all ranks together
     n_samples_per_prompt: int = 1  # responses to each prompt
     rollout_slots: int = 256  # samples that a rank decodes at the same time, at most
-    # longer prompts are an error, those of files at the start; default: see DEFAULTS
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: int | None = None  # longer prompts are an error; default: see DEFAULTS
     max_new_tokens: int | None = None  # of all turns and replies; default: see DEFAULTS
     max_turn_tokens: int | None = None  # of a response; the environment answers one that is cut
     temperature: float = 1.0  # divides the logits in rollouts, and in all log-probs of PPO
@@ -271,7 +270,7 @@ def train(args: Args) -> dict:
         return run_ppo(args, on_exit)
 
 
-def run_ppo(args: Args, on_exit: contextlib.ExitStack) -> dict:
+def run_ppo(args, on_exit) -> dict:
     args = complete(args)  # Joins the ranks, too. No flag changes after this.
     envs = make_envs(args, on_exit)
     eval_envs = make_envs(args, on_exit, evaluation=True)
@@ -324,8 +323,7 @@ def run_ppo(args: Args, on_exit: contextlib.ExitStack) -> dict:
         if reward_model:
             add_scores(episodes, reward_model, args)  # to the reward of the last token
         experience = make_experience(episodes, actor, critic, reference, state, args)
-        # FORK: choice of samples. `experience` is logged and stays whole; rewards changed here are
-        # not learned. plan_steps must know the number of steps, over which rates decay.
+        # FORK: choice of samples. `experience` is logged; rewards changed here are not learned.
         trained = experience  # or experience.select(rows)
         clock.end("score")
 
@@ -552,7 +550,7 @@ def make_experience(episodes, actor, critic, reference, state, args):
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
-    if reference and not args.kl_loss:  # else it is in the loss. The logged reward is without it.
+    if args.kl_coef and not args.kl_loss:  # else in the loss. The logged reward is without it.
         rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
     if not rewards.norm().isfinite():  # whitening squares, too
         raise UserError("a reward, or its penalty for the KL, is not finite, or is too large")
@@ -571,7 +569,7 @@ def make_experience(episodes, actor, critic, reference, state, args):
     )  # fmt: skip
 
 
-def minibatches(experience: Experience, epoch: int, state: TrainState, args):
+def minibatches(experience: Experience, epoch: int, state, args):
     """Minibatches of one pass over the experience, in a random order.
 
     Yields the number of sampled tokens on all ranks, the denominator of the losses, and this rank's
@@ -1501,7 +1499,7 @@ def full_tensor(x: Tensor) -> Tensor:
 
 
 def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
-    """Write a folder for transformers 4 and 5: a language model or, of a critic, a classifier."""
+    """Write a folder for transformers: a language model or, of a critic, a classifier."""
     weights = {}
     for name, p in model.named_parameters():
         whole = full_tensor(p.detach())  # a collective call
@@ -1517,26 +1515,18 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
             config.pad_token_id = tokenizer.pad_id  # transformers finds the last token by it
         vars(config).pop("quantization_config", None)  # the weights are no longer quantized
         rope = config.rope_parameters
-        # Transformers 4 reads these names, version 5 reads them, too.
+        # Transformers 4 reads these names. Without them it would take another base.
         names = {
-            "config": {
-                "rope_theta": rope["rope_theta"],
-                "rope_scaling": None if rope["rope_type"] == "default" else rope,
-            },
-            "tokenizer_config": {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "additional_special_tokens": tokenizer.hf.extra_special_tokens,
-                "extra_special_tokens": {},
-            },
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": None if rope["rope_type"] == "default" else rope,
         }
         with attempt(f"write {path}"):
             tokenizer.hf.save_pretrained(path)
             file = path / "model.safetensors"
             safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
             config.save_pretrained(path)
-            for name, changes in names.items():
-                file = path / f"{name}.json"
-                write_json(file, read_json(file) | changes)
+            file = path / "config.json"
+            write_json(file, read_json(file) | names)
             generation_config = tokenizer.folder / "generation_config.json"
             if generation_config.is_file():
                 # without its mode, which may be read-only
@@ -1906,7 +1896,6 @@ def means(episodes: list[Episode], prefix="") -> dict:
 def iteration_metrics(episodes, experience, actor_stats, critic_stats, evaluation, clock) -> dict:
     """What is logged of an iteration, but for the ratio's diagnosis."""
     e, mask = experience, experience.mask
-    first = mask & (mask.cumsum(1) == 1)  # of each sample
     scored = mask.any(1)
     sampler_gap = (e.logprobs - e.old_logprobs).abs()
     metrics = means(episodes, "objective/") | {
@@ -1914,7 +1903,6 @@ def iteration_metrics(episodes, experience, actor_stats, critic_stats, evaluatio
         "objective/entropy": -float(masked_mean(e.old_logprobs, mask)),
         "objective/kl": float(masked_mean(kl_of_samples(e), scored)),
         "critic/explained_variance": explained_variance(e.values[mask], e.returns[mask]),
-        "critic/explained_variance_first": explained_variance(e.values[first], e.returns[first]),
         "critic/value_mean": float(masked_mean(e.values, mask)),
         "critic/return_mean": float(masked_mean(e.returns, mask)),
         "critic/first_dev": critic_stats[0]["value_dev"] if critic_stats else 0.0,
