@@ -79,7 +79,7 @@ def test_messages_have_the_ids_of_the_template_and_so_have_those_between_turns(p
     messages = prompt if isinstance(prompt, list) else chat(("user", prompt))
     env = types.SimpleNamespace(reset=lambda seed: (prompt, {}), step=None)
     if template and messages[0]["role"] == "system" and template.startswith((SYSTEM, ALTERNATE)):
-        with pytest.raises(ppo.UserError, match="the chat template of .*: (no system role|roles must alternate)"):
+        with pytest.raises(ppo.UserError, match=r"the chat template of .*: (no system role|roles must alternate)"):
             ppo.Episode(7).begin(env, tokenizer, ppo.Args(max_prompt_tokens=999))
         return
     for cut, feedback in ((c, f) for c in (False, True) for f in ("d", chat(("tool", "4"), ("user", "d")))):
@@ -218,7 +218,7 @@ def test_a_turn_that_never_ends_is_cut_and_answered(ppo, tokenizer, limit):
     [episode] = run(ppo, actor, tokenizer, make_envs("Endless", 1), ids=[(2, 0)], max_new_tokens=11, max_turn_tokens=limit)  # noqa: E501
     turns = {2: ["bb", "bb", "bb"], 3: ["bbb", "bbb", "b"], None: ["b" * 11]}[limit]
     assert text(episode) == "c".join(turns) and episode.stop == "length"
-    b, c = tokenizer.encode("bc")
+    [c] = tokenizer.encode("c")
     between = [tokenizer.eos_id, c]
     given = [i for i, sampled in zip(episode.ids, episode.mask) if not sampled]
     assert given == [*tokenizer.encode("x="), *between * (len(turns) - 1)]
