@@ -4,12 +4,14 @@ python tests/plant_faults.py [NAME ...] prints "killed" if a test fails, else "l
 names of tests, or with --all, the whole fast suite runs.
 """
 
+import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("ppo_llm.py", "ppo_llm_continuous_batching.py")
@@ -38,21 +40,32 @@ def plant(name: str, old: str, new: str) -> dict[str, str]:
 
 
 def lives(name: str, tests: str, old: str, new: str) -> bool:
+    """Whether all tests pass, in a forked process, which has imported the libraries already."""
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copytree(ROOT, Path(folder, "copy"), ignore=shutil.ignore_patterns(".git", "runs", "__pycache__"))
         for script, text in plant(name, old, new).items():
             compile(text, script, "exec")  # a fault is no syntax error
             (copy / script).write_text(text)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "--tb=line", *shlex.split(tests)]
-        done = subprocess.run(command, cwd=copy, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode not in (0, 1):  # no test ran
-        raise RuntimeError(f"{name}:\n{done.stdout}")
-    reason = [line for line in done.stdout.splitlines() if line.startswith(("E ", "/", "FAILED"))]
-    print(f"{'killed' if done.returncode else 'lives '}  {name}  {' '.join(reason[-1:])[:150]}", flush=True)
-    return done.returncode == 0
+        child = os.fork()
+        if child == 0:
+            os.chdir(copy)
+            for fd in (1, 2):
+                os.dup2(os.open(f"{folder}/output", os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
+            os._exit(pytest.main(["-x", "-n", "0", "--tb=line", "-p", "no:cacheprovider", *shlex.split(tests)]))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output = Path(folder, "output").read_text(errors="replace")
+    if code not in (0, 1):  # no test ran
+        raise RuntimeError(f"{name}:\n{output}")
+    [*_, reason] = ["", *(line for line in output.splitlines() if line.startswith(("E ", "/")))]
+    print(f"{'killed' if code else 'lives '}  {name}  {reason[-150:]}", flush=True)
+    return code == 0
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    import ppo_llm  # noqa: F401
+
+    del sys.path[0], sys.modules["ppo_llm"]
     faults, names = read_faults(), [name for name in sys.argv[1:] if name != "--all"]
     alive = []
     for name in names or faults:

@@ -157,7 +157,9 @@ def test_all_logprobs_and_the_entropy_are_of_the_token_and_at_the_temperature(pp
 def test_old_logprobs_are_those_of_the_actor_or_of_the_sampler(ppo, tmp_path, recompute):
     add = lambda e: dataclasses.replace(e, logprobs=[x + 0.1 * sampled for x, sampled in zip(e.logprobs, e.mask)])
     with mock.patch.object(ppo, "play", changed(ppo.play, lambda episodes: [*map(add, episodes)])):
-        row = record(ppo, tmp_path, recompute_old_logprobs=recompute).rows[0]
+        row = record(ppo, tmp_path, recompute_old_logprobs=recompute, kl_coef=0.1).rows[0]
+    kl = 0 if recompute else 0.1 * row["objective/response_tokens"]  # of what the ratio calls old
+    assert row["objective/kl"] == pytest.approx(kl, abs=1e-4)
     assert row["ratio/first_dev"] == pytest.approx(0 if recompute else 1 - math.exp(-0.1), abs=1e-5)
     assert row["debug/sampler_trainer_logprob_diff"] == pytest.approx(0.1 if recompute else 0, abs=1e-5)
     assert row.get("ratio/diagnosis") == (None if recompute else "forward_mismatch")  # which does not end the run

@@ -3,6 +3,7 @@
 import json
 import math
 import types
+from unittest import mock
 
 import environments
 import pytest
@@ -162,6 +163,27 @@ def test_dense_rewards_lie_on_their_characters_in_each_turn(ppo, tokenizer):
             characters = characters + (token > 2) if sampled else 0  # of the turn, so far; ids 0 to 2 are special
             expected.append(sampled * (token > 2) * characters + 0.5 * (sampled and not more))
         assert episode.rewards == expected
+
+
+def test_success_is_that_of_the_last_step_or_of_the_sum_of_rewards(ppo, tokenizer):
+    for rewards, infos, success in [
+        ((1, 1), ({"success": True}, {"success": False}), False), ((1, -2), ({}, {}), False), ((2, -1), ({}, {}), True),
+    ]:  # fmt: skip
+        episode = ppo.Episode(0, prompt_length=1)
+        for reward, info, last in zip(rewards, infos, (False, True), strict=True):
+            episode.add([4, tokenizer.eos_id], [0.0, 0.0])
+            env = types.SimpleNamespace(step=mock.Mock(return_value=("c", reward, last, False, info)))
+            episode.end_turn(env, len(episode.ids) - 2, tokenizer, ppo.Args(max_new_tokens=9))
+        assert episode.success == success
+
+
+@pytest.mark.parametrize("steps", [1, 8])  # between two looks at the tokens
+def test_logprobs_beyond_128_positions(ppo, tokenizer, steps):
+    """Attention reads the cache in blocks of 128 positions. Nothing ends a response here."""
+    tokenizer.stop_ids, actor = [tokenizer.vocab_size], random_model(ppo, tokenizer)
+    e = ppo.Experience.from_episodes(run(ppo, actor, tokenizer, samples=2, steps=steps, max_new_tokens=140))
+    expected = ppo.logprobs_of_all(actor, e, ppo.Args(device="cpu", compile="off"))
+    torch.testing.assert_close(e.logprobs, expected, atol=1e-4, rtol=0)
 
 
 @pytest.fixture
