@@ -140,7 +140,7 @@ def test_an_old_checkpoint_begins_a_new_run(ppo, copied, tmp_path, capsys):
     checkpoint = str(copied / "checkpoints" / "iter_000002")
     new = train(ppo, tmp_path, resume=checkpoint, run_name="new", target_kl=100.0, save_every=2)
     printed = [line for line in capsys.readouterr().out.splitlines() if "in the checkpoint" in line]
-    assert printed == [f"  --{x}, in the checkpoint {before}" for x, before in (("target-kl 100.0", None), ("save-every 2", 1))]
+    assert printed == ["  --target-kl 100.0, in the checkpoint None", "  --save-every 2, in the checkpoint 1"]
     assert without_clock(lines(new)) == without_clock(lines(copied))[2:]
     assert {line["iteration"] for line in lines(new, "completions")} == {2} and iterations(new) == [3]  # the last
     assert content == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}

@@ -206,7 +206,8 @@ def test_an_early_stop_ends_all_epochs_and_leaves_no_gradient(run):
 
 def test_every_step_begins_without_a_gradient(run):
     """With learning rates of 0 and a minibatch of all samples, the steps of a model have the same gradient."""
-    steps = run(num_iterations=1, train_batch_size=8, ppo_epochs=3, actor_lr=0.0, critic_lr=0.0, max_grad_norm=99.0).steps
+    rates = dict(actor_lr=0.0, critic_lr=0.0, max_grad_norm=99.0)
+    steps = run(num_iterations=1, train_batch_size=8, ppo_epochs=3, **rates).steps
     for model in ("actor", "critic"):
         norms = [norm for name, _, norm in steps if name == model]
         assert norms[0] > 0 and norms == pytest.approx(3 * norms[:1], rel=1e-3)
@@ -330,7 +331,8 @@ def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_referen
     """At temperature 1, with a rate that falls to 0, on the demonstrations of the prompts that train first."""
     trained, flags = [], dict(kl_coef=0.1, sft_steps=2, num_iterations=1, temperature=0.5, actor_lr=1e-3)
     look = lambda _, mb, temperature: trained.extend([*mb.mask.sum(1).tolist(), temperature])
-    with on_call(ppo.Transformer, "sampled_logprobs", 1, look), mock.patch.object(ppo, "reset", wraps=ppo.reset) as reset:
+    reset, seen_by = mock.Mock(wraps=ppo.reset), on_call(ppo.Transformer, "sampled_logprobs", 1, look)
+    with seen_by, mock.patch.object(ppo, "reset", reset):
         seen = record(ppo, tmp_path, **flags)
     assert trained == [len("fab") + 1] * 16 + [1.0]  # and their end
     seeds, prompt = [call.args[1] for call in reset.call_args_list], ppo.first_prompt(ppo.Args())
@@ -419,7 +421,8 @@ def test_the_row_of_an_iteration_is_that_of_its_episodes_experience_and_losses(r
         "critic/value_mean": of_tokens(e.values), "critic/return_mean": of_tokens(e.returns),
         "debug/sampler_trainer_logprob_diff": of_tokens((e.logprobs - e.old_logprobs).abs()),
         "actor/policy_loss": sum(call["result"][0].item() for call in seen.calls["policy_loss"][8:]) / 8,
-        "critic/value_loss": sum(call["result"].item() for call in seen.calls["value_loss"][8:]) / 8}, rel=1e-3)  # fmt: skip
+        "critic/value_loss": sum(call["result"].item() for call in seen.calls["value_loss"][8:]) / 8,
+    }, rel=1e-3)  # fmt: skip
     assert {x.stop for x in episodes} >= {"length", "truncated"} and row["objective/kl"] != 0
     for sample, x, kl in zip(lines(seen.folder, "completions")[4:], episodes, kls.tolist(), strict=False):
         numbers = sample["reward"], sample["n_tokens"], sample["kl"]

@@ -96,7 +96,8 @@ def test_folders_of_transformers_load_here_and_exports_load_there(ppo, tmp_path,
     for export in (tmp_path / "model", tmp_path / "critic"):  # names of transformers 4
         written = json.loads((export / "config.json").read_text())
         rope = written["rope_parameters"]
-        assert written["dtype"] == "float32" and written["rope_theta"] == rope["rope_theta"] and "quantization_config" not in written
+        assert written["dtype"] == "float32"
+        assert written["rope_theta"] == rope["rope_theta"] and "quantization_config" not in written
         assert written["rope_scaling"] == (rope if rope["rope_type"] == "llama3" else None)
         written = json.loads((export / "tokenizer_config.json").read_text())
         assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["extra_special_tokens"] == {}
