@@ -48,7 +48,7 @@ def main(folder: Path):
         "policy loss": (loss, their_loss), "value loss": (v_loss, their_v_loss),
     }  # fmt: skip
     for kind in ("k1", "k2", "k3"):
-        pairs[f"KL, {kind}"] = ppo.kl_estimate(old, 0.5 * ref, kind), verl.kl_penalty_forward(old, 0.5 * ref, kind)
+        pairs[f"KL, {kind}"] = ppo.kl_estimate(old / 2, ref / 2, kind), verl.kl_penalty_forward(old / 2, ref / 2, kind)
     for name, (ours, other) in pairs.items():
         print(f"{name:22} {float((ours - other).abs().max()):.1e} apart, of {float(other.abs().max()):.3g} at most")
 
