@@ -1,8 +1,5 @@
-"""Plant the faults of faults.txt, one at a time, in both scripts of a copy of the checkout, and run their tests.
-
-python tests/plant_faults.py [NAME ...] prints "killed" if a test fails, else "lives", for each and in all. Without the
-names of tests, or with --all, the whole fast suite runs.
-"""
+"""`python tests/plant_faults.py [NAME ...]` plants the faults of faults.txt, one at a time, in both scripts of a copy
+of the checkout, and runs the tests that should fail; for a fault that names none, the fast suite."""
 
 import os
 import shlex
@@ -23,42 +20,34 @@ def read_faults() -> dict[str, tuple[str, str, str]]:
     for block in (ROOT / "tests" / "faults.txt").read_text().split("\n\n"):
         head, *lines = block.strip("\n").split("\n")
         if not head.startswith("#"):
-            name, _, tests = head.partition(":")
-            old, new = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
-            assert name not in faults and old and all(line[:2] in ("- ", "+ ") for line in lines), name
-            faults[name] = tests.strip(), old, new
+            name, _, tests = head.partition(": ")
+            old, new = ("\n".join(line[2:] for line in lines if line[:2] == sign) for sign in ("- ", "+ "))
+            assert name not in faults and old and new, name
+            faults[name] = tests, old, new
     return faults
 
 
-def plant(name: str, old: str, new: str) -> dict[str, str]:
-    """{script: its text with the fault}. What one script lacks may be in the other."""
+def plant(old: str, new: str) -> dict[str, str]:
+    """{script: its text with the fault}. The old text must occur once, but one of the scripts may lack it."""
     texts = {script: (ROOT / script).read_text() for script in SCRIPTS}
-    counts = [text.count(old) for text in texts.values()]
-    if max(counts) != 1:
-        raise ValueError(f"{name}: its text occurs {counts} times")
+    assert sorted(text.count(old) for text in texts.values()) in ([0, 1], [1, 1]), old
     return {script: text.replace(old, new) for script, text in texts.items()}
 
 
-def lives(name: str, tests: str, old: str, new: str) -> bool:
-    """Whether all tests pass, in a forked process, which has imported the libraries already."""
+def result_of(tests: str, old: str, new: str) -> str:
+    """The tests run in a fork of this process, which has imported the libraries already."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = shutil.copytree(ROOT, Path(folder, "copy"), ignore=shutil.ignore_patterns(".git", "runs", "__pycache__"))
-        for script, text in plant(name, old, new).items():
+        copy = shutil.copytree(ROOT, f"{folder}/copy", ignore=shutil.ignore_patterns(".git", "runs", "__pycache__"))
+        for script, text in plant(old, new).items():
             compile(text, script, "exec")  # a fault is no syntax error
-            (copy / script).write_text(text)
-        child = os.fork()
-        if child == 0:
+            Path(copy, script).write_text(text)
+        if not (child := os.fork()):
             os.chdir(copy)
-            for fd in (1, 2):
-                os.dup2(os.open(f"{folder}/output", os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
-            os._exit(pytest.main(["-x", "-n", "0", "--tb=line", "-p", "no:cacheprovider", *shlex.split(tests)]))
+            output = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(output, 1), os.dup2(output, 2)
+            os._exit(pytest.main(["-x", "-q", "-n", "0", *shlex.split(tests)]))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        output = Path(folder, "output").read_text(errors="replace")
-    if code not in (0, 1):  # no test ran
-        raise RuntimeError(f"{name}:\n{output}")
-    [*_, reason] = ["", *(line for line in output.splitlines() if line.startswith(("E ", "/")))]
-    print(f"{'killed' if code else 'lives '}  {name}  {reason[-150:]}", flush=True)
-    return code == 0
+    return {0: "lives", 1: "killed"}.get(code, f"no test ran, exit code {code}")
 
 
 if __name__ == "__main__":
@@ -66,10 +55,9 @@ if __name__ == "__main__":
     import ppo_llm  # noqa: F401
 
     del sys.path[0], sys.modules["ppo_llm"]
-    faults, names = read_faults(), [name for name in sys.argv[1:] if name != "--all"]
-    alive = []
-    for name in names or faults:
+    faults, results = read_faults(), []
+    for name in sys.argv[1:] or faults:
         tests, *texts = faults[name]
-        if lives(name, "" if tests.startswith("lives") or "--all" in sys.argv else tests, *texts):
-            alive.append(name)
-    print(f"{len(names or faults) - len(alive)} of {len(names or faults)} killed; alive: {', '.join(alive) or 'none'}")
+        results.append(result_of("" if tests.startswith("lives") else tests, *texts))
+        print(f"{results[-1]:7} {name}", flush=True)
+    print(f"{results.count('killed')} of {len(results)} killed")

@@ -36,6 +36,12 @@ def in_training(change, after=0):
     return "sampled_logprobs", replaced
 
 
+def attends_to_padding(original, model, e, args, kept):
+    """The log-probs of rows that begin with four padding tokens, which no mask hides."""
+    logits = model(torch.nn.functional.pad(e.tokens, (4, 0)))[:, 3:-1] / args.temperature
+    return logits.detach().log_softmax(-1).gather(2, e.tokens[..., None])[..., 0] * e.mask
+
+
 dropout = lambda logprobs: logprobs + 0.003 * torch.randn_like(logprobs)
 FAULTS = {  # name: (flags, cause, function of the script, what replaces it)
     "healthy": ({}, None),
@@ -68,6 +74,8 @@ MEASURED = (
     "old_logprob_recomputed forward_ignores_update").split()
 MISMATCHES = {  # from the first update on
     "dropout": (dict(target_kl=1e-6), *in_training(dropout)),  # no step is made
+    "https://github.com/jingyaogong/minimind/pull/814": ({}, *in_training(lambda x: x.bfloat16().float())),
+    "https://github.com/CarperAI/trlx/issues/107": ({}, "logprobs_of_all", attends_to_padding),
     "shifted by one": ({}, *in_training(lambda logprobs: logprobs.roll(1, dims=1))),
     "another temperature": (
         {}, "sampled_logprobs", lambda original, model, mb, temperature, kept: original(

@@ -81,22 +81,6 @@ def tokenizer(ppo):
     return ppo.HFTokenizer.from_texts([ALPHABET])
 
 
-def test_all_fields_are_aligned_at_the_tokens_own_index(ppo, tokenizer):
-    episodes = run(ppo, random_model(ppo, tokenizer), tokenizer, "Lengths", 12, rollout_slots=5)
-    assert {episode.stop for episode in episodes} == {"terminated", "length"}
-    e = ppo.Experience.from_episodes(episodes)
-    assert (e.tokens.dtype, e.mask.dtype, e.logprobs.dtype) == (torch.int64, torch.bool, torch.float32)
-    for i, (episode, n) in enumerate(zip(episodes, e.lengths.tolist(), strict=True)):
-        prompt, response = environments.Lengths.prompts[i % 6], text(episode)
-        sampled, ids = list(range(len(prompt), n)), episode.ids[len(prompt) :]
-        assert e.tokens[i].tolist() == [*tokenizer.encode(prompt), *ids] + (e.tokens.shape[1] - n) * [0]
-        assert e.mask[i].nonzero()[:, 0].tolist() == e.logprobs[i].nonzero()[:, 0].tolist() == sampled
-        assert response == tokenizer.decode(ids) and episode.conversation[0] == ("user", prompt)
-        assert e.rewards[i].nonzero()[:, 0].tolist() == (sampled[-1:] if response else [])
-        assert episode.rewards[-1] == len(response) / 10 and episode.success == bool(response)
-        assert episode.stop == ("terminated" if ids[-1] == tokenizer.eos_id else "length")
-
-
 @pytest.mark.parametrize(("env", "temperature"), [("Lengths", 0.7), ("TwoTurns", 1), ("Endless", 1.3), ("Endless", 0)])
 @torch.no_grad()
 def test_tokens_and_logprobs_are_those_of_the_training_forward(ppo, tokenizer, env, temperature):

@@ -44,7 +44,7 @@ def changed(function, change):
     return functools.wraps(function)(lambda *args, **kwargs: change(function(*args, **kwargs)))
 
 
-WATCHED = "make_optimizer play make_experience compute_gae policy_loss value_loss print0".split()
+WATCHED = "make_optimizer play make_experience compute_gae policy_loss value_loss kl_estimate print0".split()
 
 
 def record(ppo, folder, tensorboard=False, **flags):
@@ -195,12 +195,7 @@ def test_target_kl_ends_the_actor_steps_before_the_one_that_exceeds_it(run):
     seen = run(**flags, target_kl=(approx_kls[stop] + max(approx_kls[:stop])) / 2)
     assert [step["approx_kl"] for step in seen.rows[0]["ratio/steps"]] == approx_kls[:stop]
     assert [name for name, *_ in seen.steps] == ["critic"] * 8 + ["actor"] * stop
-
-
-def test_an_early_stop_ends_all_epochs_and_leaves_no_gradient(run):
-    seen = run(num_iterations=1, ppo_epochs=4, actor_lr=1e-3, target_kl=1e-9)
-    steps = len(seen.rows[0]["ratio/steps"])
-    assert 0 < steps < 8 and len(seen.calls["policy_loss"]) == steps + 1
+    assert len(seen.calls["policy_loss"]) == stop + 1 < 8  # all epochs end, and leave no gradient
     assert not any(p.grad is not None and p.grad.any() for p in seen.models["actor"].parameters())
 
 
