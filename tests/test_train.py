@@ -380,15 +380,16 @@ def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path
 
 
 def test_run_folder_holds_what_it_should(ppo, tmp_path, capsys):
-    seen = record(ppo, tmp_path, tensorboard=True, rollout_batch_size=12)
+    seen = record(ppo, tmp_path, tensorboard=True, rollout_batch_size=12, eval_episodes=6)
     folder, summary = seen.folder, seen.summary
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert summary["status"] == "completed" and summary["iterations"] == len(seen.rows) == 2
     for i, when in (0, "eval_before"), (2, "eval_after"):
         sampled, greedy = (episodes for episodes, _ in seen.evaluations[i : i + 2])
-        accuracy, greedy_accuracy = (sum(e.success for e in episodes) / 2 for episodes in (sampled, greedy))
+        accuracy, greedy_accuracy = (sum(e.success for e in episodes) / 6 for episodes in (sampled, greedy))
         assert (summary[when]["accuracy"], summary[when]["greedy_accuracy"]) == (accuracy, greedy_accuracy)
-        assert summary[when]["response_tokens"] == sum(sum(e.mask) for e in sampled) / 2
+        assert summary[when]["response_tokens"] == sum(sum(e.mask) for e in sampled) / 6
+        assert summary[when]["reward"] == pytest.approx(sum(sum(e.rewards) for e in sampled) / 6)
     args = json.loads((folder / "config.json").read_text())["args"]
     assert args["critic_lr"] == 1e-3 and args["rollout_batch_size"] == 12  # with what None has become
     completions = lines(folder, "completions")
