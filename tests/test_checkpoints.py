@@ -4,15 +4,12 @@ import json
 import os
 import shutil
 import signal
-import sys
 from unittest import mock
 
-import distributed_worker
 import pytest
 import safetensors.torch
 import torch
 from distributed_worker import on_call
-from test_distributed import finish, start
 from test_train import SMALL, lines, without_clock
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -85,23 +82,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(ppo, whole, tmp_path, function, 
         file.write('{"iteration": 2, "obj')  # a line that was being written
     assert_same(whole, train(ppo, tmp_path, resume="auto"))
     assert iterations(run) == [2, 3]  # older ones are removed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("function", "number", "saved"), [
-    ("value_loss", 9, [1, 2]),  # in the third iteration
-    ("checkpoint_tensors", 2, [1]),
-    ("file_sizes", 3, [1]),  # all tensors are written, but the checkpoint is not complete
-])  # fmt: skip
-def test_kill_9(ppo, whole, tmp_path, function, number, saved):
-    """At any time, also while saving, it leaves the checkpoint before."""
-    (tmp_path / "plan.json").write_text(json.dumps([("run", RUN, {"kill": [function, number]})]))
-    code, output = finish(start([sys.executable, distributed_worker.__file__, ppo.__file__, tmp_path], tmp_path), 120)
-    assert code == -signal.SIGKILL and iterations(tmp_path / "run") == saved, output
-    assert (tmp_path / "run" / "checkpoints" / "partial").exists() == (function == "file_sizes")
-    distributed_worker.run(ppo, tmp_path, "run", RUN | dict(resume="auto"))
-    distributed_worker.run(ppo, tmp_path, "whole", RUN)
-    assert_same(tmp_path / "whole", tmp_path / "run")
 
 
 @pytest.mark.parametrize("fault", [False, True])

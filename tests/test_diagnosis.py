@@ -62,7 +62,6 @@ FAULTS = {  # name: (flags, cause, function of the script, what replaces it)
             new.detach() + 0 * new, *rest, **flags)),
     "optimizer over a copy": (
         {}, "optimizer_noop", "make_optimizer", lambda make, model, kept: make(copy.deepcopy(model))),
-    "learning rate 0": (dict(actor_lr=0.0), "lr_or_clip_too_small"),
     "tiny learning rate": (dict(actor_lr=1e-9), "lr_or_clip_too_small"),
     "recomputed old log-probs": (
         {}, "old_logprob_recomputed", "policy_loss", lambda loss, a, b, *rest, kept, **flags: loss(
@@ -77,9 +76,6 @@ MISMATCHES = {  # from the first update on
     "https://github.com/jingyaogong/minimind/pull/814": ({}, *in_training(lambda x: x.bfloat16().float())),
     "https://github.com/CarperAI/trlx/issues/107": ({}, "logprobs_of_all", attends_to_padding),
     "shifted by one": ({}, *in_training(lambda logprobs: logprobs.roll(1, dims=1))),
-    "another temperature": (
-        {}, "sampled_logprobs", lambda original, model, mb, temperature, kept: original(
-            model, mb, temperature * (1.1 if is_training() else 1.0))),
 }
 
 
@@ -146,19 +142,6 @@ def test_first_ratio_is_one_and_then_moves(ppo, tmp_path, flags):
         assert row["ratio/first_dev"] == row["ratio/steps"][0]["ratio_dev"] < 1e-5
         assert row["ratio/last_dev"] == row["ratio/steps"][-1]["ratio_dev"] > 1e-4
         assert row["debug/sampler_trainer_logprob_diff"] < 1e-5
-
-
-def test_all_logprobs_and_the_entropy_are_of_the_token_and_at_the_temperature(ppo, tmp_path):
-    flags = dict(temperature=0.3, kl_coef=0.1, sft_steps=20, num_iterations=1, train_batch_size=8, ppo_epochs=1)
-    run = record(ppo, tmp_path, **flags, actor_lr=0.0)
-    [call], e = run.calls["policy_loss"], run.experiences[0]
-    mask = e.mask[:, 1:]
-    policy = torch.distributions.Categorical(logits=run.models["actor"](e.tokens)[:, :-1][mask].detach() / 0.3)
-    logprobs = policy.log_prob(e.tokens[:, 1:][mask])
-    for x in (e.logprobs, e.old_logprobs, e.ref_logprobs):
-        torch.testing.assert_close(x[:, 1:][mask], logprobs)
-    torch.testing.assert_close(call["logprobs"].sum(), logprobs.sum())
-    assert run.rows[0]["actor/entropy"] == pytest.approx(float(policy.entropy().mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("recompute", [True, False])

@@ -116,37 +116,18 @@ def test_two_turns_by_hand(ppo, tokenizer):
 
 
 @pytest.mark.shared
-def test_a_turn_adds_to_the_cache_what_is_missing_and_equals_prefilling_all(ppo, tokenizer, monkeypatch):
-    actor, decode, added, missing = random_model(ppo, tokenizer), ppo.decode, [], []
+def test_a_turn_adds_to_the_cache_what_is_missing(ppo, tokenizer, monkeypatch):
+    actor, starts = random_model(ppo, tokenizer), []
     prefill = actor.prefill
 
     def watch(tokens, positions, *rest):
-        added.append(int(positions.min()))  # the first position that is written
+        starts.append(int(positions.min()))  # the first position that is written
         return prefill(tokens, positions, *rest)
-
-    def everything(decoder, episodes, cached, args):
-        missing.append(min(len(episode.ids) for episode in episodes if not episode.stop) - cached)
-        decode(decoder, episodes, 0, args)
 
     monkeypatch.setattr(actor, "prefill", watch)
     monkeypatch.setattr(actor, "decode", lambda *args: actor.lm_head(prefill(*args)))  # is not watched
-    roll = lambda: run(ppo, actor, tokenizer, make_envs("Endless", 9, feedback="fade"), 9, max_new_tokens=30)
-    episodes, starts = roll(), added.copy()
-    monkeypatch.setattr(ppo, "decode", everything)
-    assert_same(episodes, roll())
-    assert starts[0] == 0 and sorted(set(starts)) == starts and not any(added[len(starts) :])
-    assert len(missing) == len(starts) > 2 and set(missing[1:]) == {5}  # the newest token, and "fade"
-
-
-def test_dense_rewards_lie_on_their_characters_in_each_turn(ppo, tokenizer):
-    episodes = run(ppo, random_model(ppo, tokenizer), tokenizer, "Dense", samples=40, max_new_tokens=20)
-    assert {episode.stop for episode in episodes} == {"terminated", "truncated", "length"}
-    for episode in episodes:
-        characters, expected = 0, []
-        for token, sampled, more in zip(episode.ids, episode.mask, [*episode.mask[1:], False], strict=True):
-            characters = characters + (token > 2) if sampled else 0  # of the turn, so far; ids 0 to 2 are special
-            expected.append(sampled * (token > 2) * characters + 0.5 * (sampled and not more))
-        assert episode.rewards == expected
+    run(ppo, actor, tokenizer, make_envs("Endless", 9, feedback="fade"), 9, max_new_tokens=30)
+    assert len(starts) > 2 and starts[0] == 0 and sorted(set(starts)) == starts
 
 
 def test_success_is_that_of_the_last_step_or_of_the_sum_of_rewards(ppo, tokenizer):
@@ -185,16 +166,17 @@ def test_sampled_ids_are_never_encoded_again(ppo, byte_tokenizer):
     assert episode.ids == [x, equals, a, b, 0, ab, x, a, b, 0] and text(episode) == "ababxab"
 
 
-def test_dense_rewards_of_tokens_that_are_not_characters(ppo, byte_tokenizer):
-    """Tokens: ab, c, two bytes that are é, <eos> in the middle, d, <eos>."""
+def test_dense_rewards_lie_on_the_tokens_that_complete_their_characters(ppo, byte_tokenizer):
+    """Tokens of the second turn: ab, c, two bytes that are é, <eos> in the middle, d, <eos>."""
     def play(pairs):
         env = types.SimpleNamespace(step=lambda _: ("", 0.0, True, False, {"rewards": pairs}))
         episode = ppo.Episode(7)
+        episode.add(byte_tokenizer.encode("xyz"))
         episode.add([*byte_tokenizer.encode("abcé"), 0, *byte_tokenizer.encode("d"), 0], 7 * [0.0])
-        episode.end_turn(env, 0, byte_tokenizer, ppo.Args(max_new_tokens=9))
+        episode.end_turn(env, 3, byte_tokenizer, ppo.Args(max_new_tokens=9))
         return episode.rewards
 
-    assert play([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 16.0), (5, 32.0)]) == [3.0, 4.0, 0.0, 8.0, 0.0, 48.0, 0.0]
+    assert play([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 16.0), (5, 32.0)]) == [0, 0, 0, 3, 4, 0, 8, 0, 48, 0]
     for wrong, part in ([(0, 1.0)], "not within"), ([(6, 1.0)], "not within"), ([(1, math.nan)], "not finite"):
         with pytest.raises(ValueError, match=part):
             play(wrong)
