@@ -117,7 +117,6 @@ def assert_same_metrics(rows, others, tolerance=1e-5):
 @pytest.mark.parametrize(("flags", "actor", "critic"), [
     (dict(), 2 * 2 * 2, 2 * 2 * 2),  # iterations, epochs, minibatches
     (dict(rollout_batch_size=6, n_samples_per_prompt=2, train_batch_size=3, ppo_epochs=1, critic_epochs=3), 8, 24),
-    (dict(num_iterations=3, critic_warmup_iterations=2, ppo_epochs=3), 1 * 3 * 2, 3 * 3 * 2),
     (dict(rollout_batch_size=1, train_batch_size=1, max_new_tokens=1), 4, 4),  # one sample of one token
 ])  # fmt: skip
 def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, critic):
