@@ -171,7 +171,8 @@ def test_moments_are_resumed(ppo, whole, tmp_path, fault):
                     moments["exp_avg"].zero_()
         return state
 
-    with mock.patch.object(ppo, "resume", resume_and_look):
+    no_warm_start = mock.patch.object(ppo, "warm_start", side_effect=AssertionError)  # a second one
+    with no_warm_start, mock.patch.object(ppo, "resume", resume_and_look):
         resumed = tensors_of(train(ppo, tmp_path, resume=str(path)) / "model")
     assert all(torch.equal(x, expected[name]) for name, x in resumed.items()) != fault
 
@@ -184,14 +185,14 @@ def test_a_checkpoint_holds_tensors_and_json_without_pickle(whole):
 
 def test_an_old_checkpoint_begins_a_new_run(ppo, copied, tmp_path, capsys):
     """With logs of its own. The run it comes from stays as it is. Flags that are others than before are named."""
-    before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    content = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     checkpoint = str(copied / "checkpoints" / "iter_000002")
-    new = train(ppo, tmp_path, resume=checkpoint, run_name="new", target_kl=100.0)
+    new = train(ppo, tmp_path, resume=checkpoint, run_name="new", target_kl=100.0, save_every=2)
     printed = [line for line in capsys.readouterr().out.splitlines() if "in the checkpoint" in line]
-    assert printed == ["  --target-kl 100.0, in the checkpoint None"]
+    assert printed == ["  --target-kl 100.0, in the checkpoint None", "  --save-every 2, in the checkpoint 1"]
     assert without_clock(lines(new)) == without_clock(lines(copied))[2:]
-    assert {line["iteration"] for line in lines(new, "completions")} == {2} and iterations(new) == [3]
-    assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    assert {line["iteration"] for line in lines(new, "completions")} == {2} and iterations(new) == [3]  # the last
+    assert content == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     with pytest.raises(ppo.UserError, match=r"--run-name: \S*new exists"):
         train(ppo, tmp_path, resume=checkpoint, run_name="new")
     with pytest.raises(ppo.UserError, match=r"cannot resume from \S*nowhere: .*files are missing"):

@@ -15,7 +15,6 @@ import torch
 import torch._dynamo
 from conftest import ROOT
 from test_distributed import finish, flags_of, start, torchrun
-from test_rollout import make_model
 from test_train import SMALL, assert_same_metrics, lines
 from test_transformers import hf_folder
 
@@ -96,13 +95,6 @@ def test_cuda_graphs_give_the_same_samples_and_faults_are_found(ppo):
     assert len(found) == 5 and all(found.values()), found
 
 
-@pytest.mark.shared
-def test_the_compiler_is_not_imported_before_it_is_needed(ppo):
-    """To import it takes as long as to import torch."""
-    code = f"import sys, {ppo.__name__}; sys.exit('torch._inductor.compile_fx' in sys.modules)"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True)
-
-
 def test_compiled_code_has_no_graph_breaks_and_few_graphs(ppo, tmp_path):
     """On the CPU, of texts that differ in length. Sampling and greedy decoding, at any temperature, share a graph."""
     graphs, counters = collections.Counter(), torch._dynamo.utils.counters
@@ -133,22 +125,3 @@ def test_first_ratio_is_exactly_one_in_bfloat16_and_compiled(ppo, tmp_path):
     ppo.train(ppo.Args(**flags))
     [row] = lines(tmp_path / "run")
     assert row["ratio/first_dev"] == 0 and row["objective/kl"] == 0 and row["ratio/last_dev"] > 0.01
-
-
-@pytest.mark.shared
-def test_training_forwards_of_many_shapes_share_few_graphs(ppo):
-    """Microbatches of 0 to 38 samples of equal or unequal length; a rank without samples computes one token."""
-    counters, tokens = torch._dynamo.utils.counters, torch.zeros(40, 30, dtype=torch.int64)
-    torch._dynamo.reset()
-    counters.clear()
-    actor = make_model(ppo, 19, model_type="qwen2")
-    actor.of_chunk = torch.compile(ppo.chunk_logprobs, dynamic=True, backend="eager")
-    for block in actor.model.layers:
-        block.compile(dynamic=True, backend="eager")
-    for rows in [1, 0, *range(2, 40, 2), 1]:
-        lengths = torch.randint(2, 30, (40,)) if rows % 3 else torch.full((40,), 9)
-        mask = (torch.arange(30) > 0) & (torch.arange(30) < lengths[:, None])
-        experience = ppo.Experience(tokens, mask, tokens.float(), tokens.float(), lengths)
-        mb = experience.microbatch(torch.arange(rows), "cpu")
-        actor.sampled_logprobs(mb, 1.0)[0].sum().backward()
-    assert not counters["graph_break"] and 0 < counters["stats"]["unique_graphs"] <= 8

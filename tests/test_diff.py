@@ -3,6 +3,7 @@
 import ast
 import re
 
+import plant_faults
 import pytest
 from conftest import ROOT, SCRIPTS
 
@@ -30,6 +31,11 @@ def test_what_is_the_same_in_the_rollout_of_both(name):
     nodes = [next(node for node in ast.parse(text).body if getattr(node, "name", "") == name) for text in TEXTS]
     first, second = (ast.get_source_segment(*pair) for pair in zip(TEXTS, nodes, strict=True))
     assert first == second
+
+
+def test_every_fault_of_the_list_can_be_planted():
+    for tests, old, new in plant_faults.read_faults().values():
+        assert plant_faults.plant(old, new) and tests.startswith(("tests/test_", "lives: "))
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=SCRIPTS)

@@ -48,6 +48,19 @@ def test_commands_and_flags_exist(ppo, name):
         tyro.cli(ppo.Args, args=flags)  # exits if a flag or a value is not right
 
 
+def test_defaults_are_those_of_the_table(ppo):
+    """Adam's are those of PyTorch, but without weight decay."""
+    args = vars(ppo.Args()) | {name: with_model for name, (_, with_model) in ppo.DEFAULTS.items()}
+    table = (ROOT / "benchmarks/details.md").read_text().split("## Names elsewhere")[1]
+    cells = "; ".join(["gamma = 1; gae_lambda = 1; clip_low = 0.2", *re.findall(r"^\| (`.*?) \|", table, re.M)])
+    found = re.findall(r"(\w+) = ([\d.e-]+|on|off|none)(?=[;,]|$)", cells.replace("`", ""))
+    words = {"on": True, "off": False, "none": None}
+    wrong = [name for name, text in found if args[name] != (words[text] if text in words else float(text))]
+    assert len(found) > 20 and not wrong
+    defaults = ppo.make_optimizer(ppo.nn.Linear(1, 1)).defaults
+    assert (defaults["betas"], defaults["weight_decay"]) == ((0.9, 0.999), 0.0)
+
+
 def test_metrics_of_the_pages_are_logged(ppo, tmp_path):
     run = record(ppo, tmp_path, kl_coef=0.1, kl_loss="k3", eval_every=1, actor_lr=0.0)  # so that there is a diagnosis
     logged = {name for row in run.rows for name in row}

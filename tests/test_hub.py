@@ -87,7 +87,6 @@ def test_what_is_needed_is_downloaded_once_and_the_cache_does_without_the_hub(pp
 
 @pytest.mark.parametrize(("name", "part"), [
     ("org/tyni", "RepositoryNotFoundError"), ("org/gated", "ask the authors for access"),
-    ("./tiny", "HFValidationError"),
 ])  # fmt: skip
 def test_a_name_that_is_nowhere_is_one_line(ppo, hub, tmp_path, name, part):
     code, output = train(ppo, tmp_path, model=name)

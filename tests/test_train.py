@@ -44,7 +44,7 @@ def changed(function, change):
     return functools.wraps(function)(lambda *args, **kwargs: change(function(*args, **kwargs)))
 
 
-WATCHED = "make_optimizer play make_experience compute_gae policy_loss value_loss print0".split()
+WATCHED = "make_optimizer play make_experience compute_gae policy_loss value_loss kl_estimate print0".split()
 
 
 def record(ppo, folder, tensorboard=False, **flags):
@@ -117,7 +117,6 @@ def assert_same_metrics(rows, others, tolerance=1e-5):
 @pytest.mark.parametrize(("flags", "actor", "critic"), [
     (dict(), 2 * 2 * 2, 2 * 2 * 2),  # iterations, epochs, minibatches
     (dict(rollout_batch_size=6, n_samples_per_prompt=2, train_batch_size=3, ppo_epochs=1, critic_epochs=3), 8, 24),
-    (dict(num_iterations=3, critic_warmup_iterations=2, ppo_epochs=3), 1 * 3 * 2, 3 * 3 * 2),
     (dict(rollout_batch_size=1, train_batch_size=1, max_new_tokens=1), 4, 4),  # one sample of one token
 ])  # fmt: skip
 def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, critic):
@@ -150,15 +149,15 @@ def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_ite
 
 
 def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo):
-    lengths, tokens = torch.arange(8) + 1, torch.zeros(8, 8)  # lengths tell the samples apart
+    lengths, tokens, orders = torch.arange(8) + 1, torch.zeros(8, 8), set()  # lengths tell the samples apart
     experience = ppo.Experience(tokens.long(), tokens == 0, tokens, tokens, lengths)
-    args, orders = ppo.Args(train_batch_size=4, device="cpu"), set()
-    for iteration, epoch in itertools.product((0, 1), (0, 1)):
+    for iteration, epoch, seed in itertools.product((0, 1), (0, 1), (0, 1)):
+        args = ppo.Args(train_batch_size=4, device="cpu", seed=seed)
         parts = [part for _, part in ppo.minibatches(experience, epoch, ppo.TrainState(iteration), args)]
         order = [tuple(length for mb in part for length in mb.lengths.tolist()) for part in parts]
         assert [len(part) for part in order] == [4, 4] and sorted(order[0] + order[1]) == lengths.tolist()
         orders.add(tuple(order))
-    assert len(orders) == 4
+    assert len(orders) == 8
 
 
 def test_what_saves_memory_does_not_change_a_run(ppo, tmp_path):
@@ -166,7 +165,7 @@ def test_what_saves_memory_does_not_change_a_run(ppo, tmp_path):
     seen, forward = [], ppo.Block.forward
     for flags in (dict(), dict(micro_batch_tokens=30), dict(activation_checkpointing=True)):
         count = itertools.count()
-        flags |= dict(entropy_coef=0.01, kl_coef=0.1, kl_loss="k3", value_clip=0.5, max_grad_norm=100.0)
+        flags |= dict(entropy_coef=0.01, kl_coef=0.1, kl_loss="k3", value_clip=0.5, max_grad_norm=100.0, sft_steps=1)
         with mock.patch.object(ppo.Block, "forward", lambda *args, count=count: next(count) < 0 or forward(*args)):
             seen.append((record(ppo, tmp_path, run_name=str(len(seen)), **flags), next(count)))
     (plain, forwards), *others = seen
@@ -182,6 +181,7 @@ def test_flags_reach_the_mathematics(run):
     seen = run(**flags, max_grad_norm=0.01)
     for call in seen.calls["policy_loss"]:
         assert (call["clip_low"], call["clip_high"], call["dual_clip"]) == (0.1, 0.3, 4.0)
+        assert call["denom"] == call["mask"].sum()  # of a minibatch that is one microbatch
     assert {(call["gamma"], call["gae_lambda"]) for call in seen.calls["compute_gae"]} == {(0.9, 0.8)}
     assert {call["clip"] for call in seen.calls["value_loss"]} == {0.7}
     assert all(norm == pytest.approx(0.01, rel=1e-3) for *_, norm in seen.steps)
@@ -195,14 +195,18 @@ def test_target_kl_ends_the_actor_steps_before_the_one_that_exceeds_it(run):
     seen = run(**flags, target_kl=(approx_kls[stop] + max(approx_kls[:stop])) / 2)
     assert [step["approx_kl"] for step in seen.rows[0]["ratio/steps"]] == approx_kls[:stop]
     assert [name for name, *_ in seen.steps] == ["critic"] * 8 + ["actor"] * stop
-
-
-def test_an_early_stop_ends_all_epochs_and_leaves_no_gradient(run):
-    seen = run(num_iterations=1, ppo_epochs=4, actor_lr=1e-3, target_kl=1e-9)
-    steps = len(seen.rows[0]["ratio/steps"])
-    assert 0 < steps < 8 and len(seen.calls["policy_loss"]) == steps + 1
-    assert seen.rows[0]["ratio/early_stop_kl"] > 1e-9
+    assert len(seen.calls["policy_loss"]) == stop + 1 < 8  # all epochs end, and leave no gradient
+    assert seen.rows[0]["ratio/early_stop_kl"] == approx_kls[stop]
     assert not any(p.grad is not None and p.grad.any() for p in seen.models["actor"].parameters())
+
+
+def test_every_step_begins_without_a_gradient(run):
+    """With learning rates of 0 and a minibatch of all samples, the steps of a model have the same gradient."""
+    rates = dict(actor_lr=0.0, critic_lr=0.0, max_grad_norm=99.0)
+    steps = run(num_iterations=1, train_batch_size=8, ppo_epochs=3, **rates).steps
+    for model in ("actor", "critic"):
+        norms = [norm for name, _, norm in steps if name == model]
+        assert norms[0] > 0 and norms == pytest.approx(3 * norms[:1], rel=1e-3)
 
 
 def test_every_epoch_learns_from_the_experience_as_it_is(run):
@@ -227,8 +231,12 @@ def test_a_fork_may_leave_tokens_out_of_the_mask(ppo, tmp_path, capsys):
     assert "critic: its first values" not in capsys.readouterr().out
 
 
-def test_noise_is_that_of_the_iteration_and_of_the_evaluation(run):
-    assert [call["iteration"] for call in run().calls["play"]] == [-1, -1, 0, 1, -3, -3]
+def test_evaluations_have_noise_and_environments_of_their_own_and_the_newest_weights(run):
+    reward = dict(env_id="environments:Constant-v0", env_kwargs='{"reward": 1}', eval_env_kwargs='{"reward": 2}')
+    seen = run(**reward)
+    assert [call["iteration"] for call in seen.calls["play"]] == [-1, -1, 0, 1, -3, -3]
+    assert {row["objective/reward"] for row in seen.rows} == {1} and seen.summary["eval_before"]["reward"] == 2
+    assert torch.equal(weights(seen.calls["play"][-1]["decoder"].sampler), weights(seen.models["actor"]))
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(ppo, tmp_path):
@@ -286,6 +294,7 @@ def test_prompts_run_on_and_evaluation_is_on_held_out_ones_at_temperature_one(ru
     held_out = lambda prompt: zlib.crc32(prompt[:-1].encode()) % 10 == 0
     first, second = map(prompts, seen.episodes)
     assert first[0::2] == first[1::2] and len(set(first)) == 4
+    assert len({episode.key for episode in seen.episodes[0]}) == 8  # samples of a prompt have other noise
     assert not set(first) & set(second) and not set(first) & set(prompts(other.episodes[0]))
     assert not any(map(held_out, first + second))
     evaluated = prompts(seen.evaluations[0][0])
@@ -318,10 +327,17 @@ def test_warm_start_teaches_the_demonstrations_and_their_end(run):
 
 
 def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_reference(ppo, tmp_path):
-    trained = []
-    with on_call(ppo.Transformer, "sampled_logprobs", 1, lambda _, mb, t: trained.extend(mb.mask.sum(1).tolist())):
-        first = record(ppo, tmp_path, kl_coef=0.1, sft_steps=1, num_iterations=1).weights[0]
-    assert trained == [len("fab") + 1] * 16  # and their end
+    """At temperature 1, with a rate that falls to 0, on the demonstrations of the prompts that train first."""
+    trained, flags = [], dict(kl_coef=0.1, sft_steps=2, num_iterations=1, temperature=0.5, actor_lr=1e-3)
+    look = lambda _, mb, temperature: trained.extend([*mb.mask.sum(1).tolist(), temperature])
+    reset, seen_by = mock.Mock(wraps=ppo.reset), on_call(ppo.Transformer, "sampled_logprobs", 1, look)
+    with seen_by, mock.patch.object(ppo, "reset", reset):
+        seen = record(ppo, tmp_path, **flags)
+    assert trained == [len("fab") + 1] * 16 + [1.0]  # and their end
+    seeds, prompt = [call.args[1] for call in reset.call_args_list], ppo.first_prompt(ppo.Args())
+    assert seeds[256:289] == [prompt, *range(prompt, prompt + 32)]  # after those of the alphabet
+    assert [step[1] for step in seen.steps[:2]] == [1e-3, 5e-4]
+    first = seen.weights[0]
     body = len(first["critic"]) - 64  # without the head
     assert torch.equal(first["reference"], first["actor"])
     assert torch.equal(first["critic"][:body], first["actor"][:body])
@@ -332,6 +348,16 @@ def test_a_run_without_demonstrations_says_that_it_makes_no_warm_start(ppo, tmp_
     kwargs = json.dumps({"path": str(tmp_path / "rows.jsonl"), "reward": "environments:length"})
     record(ppo, tmp_path, env_id="Prompts-v0", env_kwargs=kwargs, sft_steps=1, num_iterations=1)
     assert "no warm start: the environment gives no demonstrations" in capsys.readouterr().out
+
+
+def test_sort_digits_by_hand(ppo):
+    env = ppo.SortDigits()
+    shown = [(*env.reset(seed=seed), env.answer) for seed in range(20)]
+    assert all(sorted(prompt[:-1]) == sorted(info["demonstration"]) == list(answer) for prompt, info, answer in shown)
+    assert sum(info["demonstration"] == answer for _, info, answer in shown) < 5  # in random order
+    env.answer = "12458"
+    for answer, reward in ("12458", 1.0), ("12548", 0.6), ("1245", 0.0), ("124588", 0.0), ("", 0.0):
+        assert env.step(answer) == ("", reward, True, False, {"success": reward == 1})
 
 
 def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path):
@@ -358,15 +384,16 @@ def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path
 
 
 def test_run_folder_holds_what_it_should(ppo, tmp_path, capsys):
-    seen = record(ppo, tmp_path, tensorboard=True, rollout_batch_size=12, kl_coef=0.1)
+    seen = record(ppo, tmp_path, tensorboard=True, rollout_batch_size=12, kl_coef=0.1, eval_episodes=6)
     folder, summary = seen.folder, seen.summary
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert summary["status"] == "completed" and summary["iterations"] == len(seen.rows) == 2
     for i, when in (0, "eval_before"), (2, "eval_after"):
         sampled, greedy = (episodes for episodes, _ in seen.evaluations[i : i + 2])
-        accuracy, greedy_accuracy = (sum(e.success for e in episodes) / 2 for episodes in (sampled, greedy))
+        accuracy, greedy_accuracy = (sum(e.success for e in episodes) / 6 for episodes in (sampled, greedy))
         assert (summary[when]["accuracy"], summary[when]["greedy_accuracy"]) == (accuracy, greedy_accuracy)
-        assert summary[when]["response_tokens"] == sum(sum(e.mask) for e in sampled) / 2
+        assert summary[when]["response_tokens"] == sum(sum(e.mask) for e in sampled) / 6
+        assert summary[when]["reward"] == pytest.approx(sum(sum(e.rewards) for e in sampled) / 6)
     args = json.loads((folder / "config.json").read_text())["args"]
     assert args["critic_lr"] == 1e-3 and args["rollout_batch_size"] == 12  # with what None has become
     completions = lines(folder, "completions")
@@ -374,11 +401,33 @@ def test_run_folder_holds_what_it_should(ppo, tmp_path, capsys):
     assert set(completions[0]) == {"iteration", "prompt", "response", "reward", "stop", "n_tokens", "kl"}
     events = EventAccumulator(str(folder)).Reload()
     for name in ("objective/reward", "critic/value_loss", "ratio/last_dev"):
+        assert [x.step for x in events.Scalars(name)] == [0, 1]
         assert [x.value for x in events.Scalars(name)] == pytest.approx([row[name] for row in seen.rows])
     capsys.readouterr()
     with pytest.raises(ppo.UserError, match=r"--run-name: \S*run exists: choose another"):
         record(ppo, tmp_path)
     assert lines(folder) == seen.rows and not capsys.readouterr().out  # nothing was done before
+
+
+def test_the_row_of_an_iteration_is_that_of_its_episodes_experience_and_losses(run):
+    seen = run(env_id="environments:Dense-v0", kl_coef=0.1, entropy_coef=0.1, rollout_batch_size=16, max_new_tokens=8)
+    row, e, episodes = seen.rows[1], seen.experiences[1], seen.episodes[1]
+    mean, of_tokens = lambda of: sum(map(of, episodes)) / 16, lambda x: float(x[e.mask].mean())
+    kls = ((e.old_logprobs - e.ref_logprobs) * e.mask).sum(1)
+    assert row == pytest.approx(row | {
+        "objective/reward": mean(lambda x: sum(x.rewards)), "objective/accuracy": mean(lambda x: x.success),
+        "objective/response_tokens": mean(lambda x: sum(x.mask)), "objective/kl": float(kls.mean()),
+        "objective/truncated": mean(lambda x: x.stop != "terminated"), "objective/entropy": -of_tokens(e.old_logprobs),
+        "critic/value_mean": of_tokens(e.values), "critic/return_mean": of_tokens(e.returns),
+        "debug/sampler_trainer_logprob_diff": of_tokens((e.logprobs - e.old_logprobs).abs()),
+        "actor/policy_loss": sum(call["result"][0].item() for call in seen.calls["policy_loss"][8:]) / 8,
+        "critic/value_loss": sum(call["result"].item() for call in seen.calls["value_loss"][8:]) / 8,
+    }, rel=1e-3)  # fmt: skip
+    assert {x.stop for x in episodes} >= {"length", "truncated"} and row["objective/kl"] != 0
+    for sample, x, kl in zip(lines(seen.folder, "completions")[4:], episodes, kls.tolist(), strict=False):
+        numbers = sample["reward"], sample["n_tokens"], sample["kl"]
+        assert numbers == pytest.approx((sum(x.rewards), sum(x.mask), kl), abs=1e-5) and sample["stop"] == x.stop
+        assert [sample["prompt"], *sample["response"].split("\n")] == [message["content"] for message in x.conversation]
 
 
 def test_the_line_of_an_iteration(run):
@@ -393,8 +442,7 @@ def test_the_line_of_an_iteration(run):
         assert (f" ({cut:.0%} cut)" in text) == (cut > 0)
         expected = [row[name] * (100 if name == "objective/accuracy" else 1) for name in names]
         assert [float(x) for x in numbers] == pytest.approx(expected, abs=0.006, rel=0.06)
-        for name in ("approx_kl", "clipfrac"):
-            assert row[f"actor/{name}"] == pytest.approx(sum(step[name] for step in row["ratio/steps"]) / STEPS)
+        assert row["actor/clipfrac"] == pytest.approx(sum(step["clipfrac"] for step in row["ratio/steps"]) / STEPS)
 
 
 def test_weights_and_biases_gets_flags_and_what_tensorboard_gets(ppo, tmp_path):

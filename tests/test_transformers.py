@@ -96,6 +96,7 @@ def test_folders_of_transformers_load_here_and_exports_load_there(ppo, tmp_path,
     for export in (tmp_path / "model", tmp_path / "critic"):  # names of transformers 4
         written = json.loads((export / "config.json").read_text())
         rope = written["rope_parameters"]
+        assert written["dtype"] == "float32"
         assert written["rope_theta"] == rope["rope_theta"] and "quantization_config" not in written
         assert written["rope_scaling"] == (rope if rope["rope_type"] == "llama3" else None)
     values, (classifier, _) = critic(tokens), load_theirs(tmp_path / "critic", CLASSIFIER)
@@ -119,9 +120,6 @@ def test_scaled_rope(ppo, tmp_path, rope):
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
     ppo.save_hf_checkpoint(ours, ppo.HFTokenizer(folder), tmp_path / "out")
     torch.testing.assert_close(load_theirs(tmp_path / "out")[0](tokens).logits, ours(tokens), rtol=0, atol=1e-4)
-    sampler = ppo.build_model(ours.config, "lm", ppo.Args(device="cpu", dtype="float32"), sampler=True)
-    ppo.copy_weights(ours, sampler)
-    assert torch.equal(sampler(tokens), ours(tokens))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
