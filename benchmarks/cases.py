@@ -34,8 +34,8 @@ LOG = (APPROX_KL,)
 @dataclasses.dataclass
 class Case:
     title: str
-    runs: list[Run]  # the sick one, then cures
-    curves: list[str]  # four of METRICS
+    runs: list[Run]  # the sick one, then another attempt
+    curves: list  # four of METRICS over iterations, or, as a pair (y, x), one over another
 
 
 HEALTHY = Run("healthy")
@@ -44,15 +44,14 @@ CASES = {
     "rate": Case("a learning rate ten times too large", [Run("rate x 10", "--actor-lr 5e-3")],
                  [REWARD, APPROX_KL, CLIPFRAC, KL]),
     "flat": Case("no answer is ever right",
-                 [Run("exact, no warm start", "--env-id benchmarks.tasks:Exact-v0 --sft-steps 0 --num-iterations 60"),
-                  Run("exact, warm start", "--env-id benchmarks.tasks:Exact-v0")],
+                 [Run("no warm start", "--env-id benchmarks.tasks:Exact-v0 --sft-steps 0 --num-iterations 60"),
+                  Run("warm start", "--env-id benchmarks.tasks:Exact-v0")],
                  [REWARD, STD, CLIPFRAC, ENTROPY]),
     "collapse": Case("entropy collapse",
-                     [Run("no warm start, no KL", "--sft-steps 0 --kl-coef 0"),
-                      Run("the same, entropy bonus", "--sft-steps 0 --kl-coef 0 --entropy-coef 0.03")],
-                     [REWARD, ACCURACY, ENTROPY, TRUNCATED]),
+                     [Run("no warm start, no KL", "--sft-steps 0 --kl-coef 0")],
+                     [REWARD, ENTROPY, (ENTROPY, REWARD), TRUNCATED]),
     "critic": Case("a dead critic", [Run("critic's rate 1e-6", "--critic-lr 1e-6")],
-                   [ACCURACY, EXPLAINED, VALUE, GRAD]),
+                   [ACCURACY, EXPLAINED, VALUE, STD]),
     "hacked": Case("a hacked reward",
                    [Run("KL 0.001", "--env-id benchmarks.tasks:Ascending-v0 --kl-coef 0.001"),
                     Run("KL 0.03", "--env-id benchmarks.tasks:Ascending-v0 --kl-coef 0.03")],
@@ -117,9 +116,10 @@ def plot() -> None:
         runs = [HEALTHY, *case.runs] if name != "healthy" else [HEALTHY]
         colours = ["0.55", "C3", "C0"] if name != "healthy" else ["C2"]
         for axis, metric in zip(axes, case.curves):
+            y, x = metric if isinstance(metric, tuple) else (metric, None)
             for run, colour in zip(runs, colours):
-                draw(axis, run, metric, colour)
-            axis.set(title=metric, xlabel="iteration")
+                draw(axis, run, y, x, colour)
+            axis.set(title=y, xlabel=x or "iteration")
             if metric in LOG:
                 axis.set_yscale("log")
             if metric in (REWARD, ACCURACY, TRUNCATED):
@@ -129,15 +129,16 @@ def plot() -> None:
         figure.savefig(common.PICTURES / f"case_{name}.png", dpi=90)
 
 
-def draw(axis, run: Run, metric: str, colour: str) -> None:
+def draw(axis, run: Run, y: str, x: str | None, colour: str) -> None:
     """A thick line, the median over seeds, and thin ones, one for each seed."""
-    curves = [each["columns"][metric] for each in of(run)]
-    if not curves:
+    if not (done := of(run)):
         return
-    x = [MEAN_OF * (k + 0.5) for k in range(len(curves[0]))]
-    for curve in curves:
-        axis.plot(x, [float("nan") if y is None else y for y in curve], color=colour, linewidth=0.5, alpha=0.6)
-    axis.plot(x, [median(curves, k) for k in range(len(x))], color=colour, linewidth=1.8, label=run.label)
+    curves, points = ([each["columns"][metric] for each in done] for metric in (y, x or y))
+    length = range(len(curves[0]))
+    places = [median(points, k) for k in length] if x else [MEAN_OF * (k + 0.5) for k in length]
+    for curve in curves[:-1] and curves:
+        axis.plot(places, [float("nan") if value is None else value for value in curve], color=colour, linewidth=0.5)
+    axis.plot(places, [median(curves, k) for k in length], color=colour, linewidth=1.8, label=run.label)
 
 
 def main():
