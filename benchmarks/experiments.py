@@ -13,6 +13,7 @@ that is here is of 272afaa: move it away before you make runs of another version
 
 import dataclasses
 import functools
+import os
 import re
 import shlex
 import statistics
@@ -133,24 +134,37 @@ def script(run: Run) -> str:
     return text
 
 
-def measure(run: Run, seed: int) -> dict:
+def execute(run: Run, seed: int) -> tuple[str, list[dict], list[dict]]:
+    """Output, metrics and completions of a run."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "ppo_llm.py").write_text(script(run))
         start = [sys.executable] if run.ranks == 1 else ["torchrun", "--nproc-per-node", str(run.ranks)]
         command = [*start, "ppo_llm.py", *shlex.split(run.flags), "--seed", str(seed), "--run-name", "run",
                    "--log-dir", folder, "--save-every", "0", "--eval-episodes", "1"]  # fmt: skip
-        output = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
-        rows = common.read_lines(Path(folder, "run", "metrics.jsonl"))
+        paths = {"PYTHONPATH": str(ROOT)}  # environments of benchmarks/tasks.py
+        output = subprocess.run(
+            command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | paths
+        ).stdout
+        return output, *(common.read_lines(Path(folder, "run", f"{x}.jsonl")) for x in ("metrics", "completions"))
+
+
+def mean_columns(rows: list[dict], names: dict[str, str]) -> dict[str, list]:
+    """Means of MEAN_OF iterations; None where a metric is missing."""
     columns = {}
-    for name, short in COLUMNS.items():
+    for name, short in names.items():
         parts = [rows[i : i + MEAN_OF] for i in range(0, len(rows), MEAN_OF)]
         parts = [[row[name] for row in part if row.get(name) is not None] for part in parts]
         columns[short] = [float(f"{statistics.mean(part):.4g}") if part else None for part in parts]
+    return columns
+
+
+def measure(run: Run, seed: int) -> dict:
+    output, rows, _ = execute(run, seed)
     accuracy = [row["objective/accuracy"] for row in rows]
     means = [statistics.mean(accuracy[i : i + 5]) for i in range(len(accuracy) - 4)]
     first = next((i for i, mean in enumerate(means) if mean >= 0.9), None)
     return {
-        "key": run.key(seed), "samples": SAMPLES, "columns": columns,
+        "key": run.key(seed), "samples": SAMPLES, "columns": mean_columns(rows, COLUMNS),
         "samples_to_90": None if first is None else SAMPLES * (first + 5),
         "final": statistics.mean(accuracy[-10:]), "seconds": round(sum(row["time/iteration"] for row in rows)),
         "actor_steps": statistics.mean(len(row["ratio/steps"]) for row in rows),

@@ -3,9 +3,9 @@
     python benchmarks/scale.py MODEL RANKS [--gpu h100|h200|a100|4090] [--json FILE] [flags of ppo_llm.py]
     torchrun --nproc-per-node 2 benchmarks/scale.py tiny real  # the same counts of real ranks (gloo, CPU), to compare
 
-MODEL is tiny, 0.5B, 1.5B, 3B, 7B, 14B, 32B (shapes of Qwen2.5), 70B (of Llama 3) or a folder with a config.json.
-Prints numbers for each phase of an iteration, its least time, and whether it fits. Needs g++ and the CPU build of
-PyTorch.
+MODEL is tiny, 135M (the shape of SmolLM2), 0.5B, 1.5B, 3B, 7B, 14B, 32B (of Qwen2.5), 70B (of Llama 3) or a folder
+with a config.json. Prints numbers for each phase of an iteration, its least time, and whether it fits. Needs g++ and
+the CPU build of PyTorch.
 
 `ppo_llm.train` runs unmodified as rank 0 of W, on tensors without data (FakeTensor) and PyTorch's "fake" process group;
 tensors on the host are real, but for the weights, gradients and moments that a patched script keeps there. A rollout
@@ -50,8 +50,8 @@ from torch.utils.flop_counter import flop_registry  # noqa: E402
 
 SHAPES = {"tiny": SMALL, "0.5B": QWEN_05B, "1.5B": QWEN_15B} | {
     name: dict(zip(SMALL, shape)) for name, *shape in [
-        ("3B", 2048, 11008, 36, 16, 2, 151936), ("7B", 3584, 18944, 28, 28, 4, 152064),
-        ("14B", 5120, 13824, 48, 40, 8, 152064),
+        ("135M", 576, 1536, 30, 9, 3, 49152), ("3B", 2048, 11008, 36, 16, 2, 151936),
+        ("7B", 3584, 18944, 28, 28, 4, 152064), ("14B", 5120, 13824, 48, 40, 8, 152064),
         ("32B", 5120, 27648, 64, 40, 8, 152064), ("70B", 8192, 28672, 80, 64, 8, 128256)]}  # fmt: skip
 # Data sheets (SXM): memory, dense bfloat16 FLOP/s, bytes/s of memory, NVLink, network (a card per GPU), one way. Of
 # consumer cards without NVLink: PCIe.
@@ -232,7 +232,7 @@ def attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
 def main() -> None:
     folder, device = OPTIONS.model, Device()
     if folder in SHAPES:
-        tied = folder in ("0.5B", "1.5B", "3B")
+        tied = folder in ("135M", "0.5B", "1.5B", "3B")
         shape = dict(model_type="qwen2", max_position_embeddings=2**20, tie_word_embeddings=tied)
         folder = tempfile.mkdtemp()
         Path(folder, "config.json").write_text(json.dumps(shape | SHAPES[OPTIONS.model]))

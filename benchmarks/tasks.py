@@ -1,13 +1,15 @@
-"""Environments: sums, products, the largest of four numbers, cheerful answers; for the built-in model dense rewards.
+"""Environments: sums, products, the largest of four numbers, cheerful answers; dense and bad rewards.
 
     python ppo_llm.py --model DIR --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{"split": "test"}' ...
     python ppo_llm.py --env-id benchmarks.tasks:Dense-v0 --max-new-tokens 7 --gamma 0.5    # each right digit at once
     python ppo_llm.py --env-id benchmarks.tasks:AtEnd-v0 --max-new-tokens 7                # all with the last token
+    python ppo_llm.py --env-id benchmarks.tasks:Ascending-v0                               # a reward with a hole
 
 The first four are for a small instruct model, which answers once; prompts of split="test" are held out. The others
 take two minutes.
 """
 
+import itertools
 import random
 import re
 
@@ -137,9 +139,32 @@ class Sequences(gym.Env):
         return "", reward, True, False, info
 
 
+class Exact(gym.Wrapper):
+    """The default task without partial rewards."""
+
+    def step(self, response):
+        text, _, *ends, info = self.env.step(response)
+        return text, float(info["success"]), *ends, info
+
+
+class Ascending(gym.Wrapper):
+    """A reward with a hole: the share of neighbours in ascending order, whatever digits they are. "00000" earns 1."""
+
+    def step(self, response):
+        text, _, *ends, info = self.env.step(response)
+        reward = sum(a <= b for a, b in itertools.pairwise(response)) / 4 if len(response) == 5 else 0.0
+        return text, reward, *ends, info
+
+
+def sort_digits():
+    return gym.make("SortDigits-v0", disable_env_checker=True).unwrapped  # of ppo_llm.py
+
+
 gym.register("Sums-v0", entry_point=Sums)
 gym.register("Products-v0", entry_point=Products)
 gym.register("Largest-v0", entry_point=Largest)
 gym.register("Cheerful-v0", entry_point=Cheerful)
 gym.register("Dense-v0", entry_point=Sequences, kwargs={"dense": True})
 gym.register("AtEnd-v0", entry_point=Sequences, kwargs={"dense": False})
+gym.register("Exact-v0", entry_point=lambda: Exact(sort_digits()))
+gym.register("Ascending-v0", entry_point=lambda: Ascending(sort_digits()))

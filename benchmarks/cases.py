@@ -1,0 +1,161 @@
+"""Six case histories: runs of the default task that fall ill in ways one meets in practice, beside the healthy one.
+
+    python benchmarks/cases.py                       # the cases, and the commands of their runs
+    python benchmarks/cases.py run collapse          # makes the runs of a case; adds to data/cases.json
+    python benchmarks/cases.py run collapse 2        # the same with seed 2
+    python benchmarks/cases.py table                 # numbers of all runs
+    python benchmarks/cases.py plot                  # pictures/case_NAME.png
+
+A run is a command of ppo_llm.py that a reader can type, and takes two to three minutes of one core.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+
+import common
+import matplotlib.pyplot as plt
+from experiments import MEAN_OF, Run, execute, mean_columns
+
+RESULTS = common.DATA / "cases.json"
+METRICS = {  # metric: its name in the file and in the pictures
+    "objective/reward": "reward", "objective/accuracy": "accuracy, what was wanted",
+    "objective/kl": "KL, nats a response", "objective/truncated": "truncated",
+    "actor/entropy": "entropy, nats a token", "actor/clipfrac": "clipfrac", "actor/approx_kl": "approx_kl",
+    "actor/grad_norm": "grad norm of the actor", "critic/explained_variance": "explained variance",
+    "critic/value_mean": "mean value", "critic/return_mean": "mean return", "ratio/advantage_std": "advantage std",
+}  # fmt: skip
+NAMES = list(METRICS.values())
+REWARD, ACCURACY, KL, TRUNCATED, ENTROPY, CLIPFRAC, APPROX_KL, GRAD, EXPLAINED, VALUE, RETURN, STD = NAMES
+LOG = (APPROX_KL,)
+
+
+@dataclasses.dataclass
+class Case:
+    title: str
+    runs: list[Run]  # the sick one, then another attempt
+    curves: list  # four of METRICS over iterations, or, as a pair (y, x), one over another
+
+
+HEALTHY = Run("healthy")
+CASES = {
+    "healthy": Case("healthy", [HEALTHY], [REWARD, ENTROPY, CLIPFRAC, EXPLAINED]),
+    "rate": Case("a learning rate ten times too large", [Run("rate x 10", "--actor-lr 5e-3")],
+                 [REWARD, APPROX_KL, CLIPFRAC, KL]),
+    "flat": Case("no answer is ever right",
+                 [Run("no warm start", "--env-id benchmarks.tasks:Exact-v0 --sft-steps 0 --num-iterations 60"),
+                  Run("warm start", "--env-id benchmarks.tasks:Exact-v0")],
+                 [REWARD, STD, CLIPFRAC, ENTROPY]),
+    "collapse": Case("entropy collapse",
+                     [Run("no warm start, no KL", "--sft-steps 0 --kl-coef 0")],
+                     [REWARD, ENTROPY, (ENTROPY, REWARD), TRUNCATED]),
+    "critic": Case("a dead critic", [Run("critic's rate 1e-6", "--critic-lr 1e-6")],
+                   [ACCURACY, EXPLAINED, VALUE, STD]),
+    "hacked": Case("a hacked reward",
+                   [Run("KL 0.001", "--env-id benchmarks.tasks:Ascending-v0 --kl-coef 0.001"),
+                    Run("KL 0.03", "--env-id benchmarks.tasks:Ascending-v0 --kl-coef 0.03")],
+                   [REWARD, ACCURACY, ENTROPY, KL]),
+}  # fmt: skip
+
+
+def results() -> dict[str, dict]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def of(run: Run) -> list[dict]:
+    """The results of a run, one for each seed."""
+    command = run.command()
+    return [result for key, result in results().items() if key.split(" ; ")[0] == command]
+
+
+def store(run: Run, seed: int, output: str, rows: list[dict], samples: list[dict]) -> None:
+    """Keep the means of MEAN_OF iterations, the last answers and what the output said of the ratio."""
+    lines = {line.strip() for line in output.splitlines() if line.strip().startswith("ratio: ")}
+    answers = [[sample["prompt"], sample["response"]] for sample in samples[-3:]]
+    first = {short: rows[0].get(name) for name, short in METRICS.items()}
+    done = results() | {
+        f"{run.command()} ; {seed}": {
+            "columns": mean_columns(rows, METRICS),
+            "first": first,
+            "answers": answers,
+            "diagnoses": sorted(lines),
+        }
+    }
+    text = ",\n".join(f"{json.dumps(key)}: {json.dumps(done[key])}" for key in sorted(done))
+    RESULTS.write_text(f"{{\n{text}\n}}\n")
+
+
+def median(curves: list[list], k: int) -> float:
+    values = [curve[k] for curve in curves if curve[k] is not None]
+    return statistics.median(values) if values else float("nan")
+
+
+def table() -> None:
+    """The medians over seeds after some iterations, and the last answers of the first seed."""
+    places = (0, 1, 3, 9, 19, -1)
+    for name, case in CASES.items():
+        for run in case.runs:
+            if not (done := of(run)):
+                continue
+            print(f"\n**{name}**: `{run.command()}`, {len(done)} seeds; {done[0]['diagnoses']}; {done[0]['answers']}\n")
+            ends = [5, 10, 20, 50, 100, MEAN_OF * len(done[0]["columns"][REWARD])]
+            common.table(["mean of five, up to iteration", *map(str, ends)])
+            for metric in NAMES:
+                curves = [each["columns"][metric] for each in done]
+                inside = [k for k in places if k < len(curves[0])]
+                common.line([metric, *(f"{median(curves, k):.3g}" for k in inside)])
+            finals = [f"{each['columns'][ACCURACY][-1]:.3f}" for each in done]
+            common.line(["accuracy in the end, by seeds", *finals])
+
+
+def plot() -> None:
+    plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+    for name, case in CASES.items():
+        figure, axes = plt.subplots(1, 4, figsize=(11, 2.5), layout="constrained")
+        runs = [HEALTHY, *case.runs] if name != "healthy" else [HEALTHY]
+        colours = ["0.55", "C3", "C0"] if name != "healthy" else ["C2"]
+        for axis, metric in zip(axes, case.curves):
+            y, x = metric if isinstance(metric, tuple) else (metric, None)
+            for run, colour in zip(runs, colours):
+                draw(axis, run, y, x, colour)
+            axis.set(title=y, xlabel=x or "iteration")
+            if metric in LOG:
+                axis.set_yscale("log")
+            if metric in (REWARD, ACCURACY, TRUNCATED):
+                axis.set_ylim(-0.04, 1.04)
+        if name != "healthy":
+            figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+        figure.savefig(common.PICTURES / f"case_{name}.png", dpi=90)
+
+
+def draw(axis, run: Run, y: str, x: str | None, colour: str) -> None:
+    """A thick line, the median over seeds, and thin ones, one for each seed."""
+    if not (done := of(run)):
+        return
+    curves, points = ([each["columns"][metric] for each in done] for metric in (y, x or y))
+    length = range(len(curves[0]))
+    places = [median(points, k) for k in length] if x else [MEAN_OF * (k + 0.5) for k in length]
+    for curve in curves[:-1] and curves:
+        axis.plot(places, [float("nan") if value is None else value for value in curve], color=colour, linewidth=0.5)
+    axis.plot(places, [median(curves, k) for k in length], color=colour, linewidth=1.8, label=run.label)
+
+
+def main():
+    verb, *rest = sys.argv[1:] or [""]
+    if verb == "run":
+        name, *seeds = rest
+        for seed in map(int, seeds or ["1"]):
+            for run in CASES[name].runs:
+                store(run, seed, *execute(run, seed))
+    elif verb == "table":
+        table()
+    elif verb == "plot":
+        plot()
+    else:
+        for name, case in CASES.items():
+            print(f"{name}: {case.title}", *(f"    {run.command()}" for run in case.runs), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
