@@ -132,7 +132,7 @@ def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, c
     assert [name for name, _ in itertools.groupby(names)][:2] == ["critic", "actor"]
     assert seen.summary["update_steps"] == sum(len(row["ratio/steps"]) for row in seen.rows) == actor
     [printed] = [text for text in seen.printed if "optimizer steps" in text]
-    assert f" samples = {plan.update_steps} optimizer steps\n  reference" in printed
+    assert f" samples = {plan.update_steps} optimizer steps\n  warm-up" in printed
 
 
 def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_iterations(run):
