@@ -686,7 +686,6 @@ def decode(decoder: Decoder, episodes: list[Episode], cached: int, args):
 
     The first `cached` tokens of every episode that goes on are in the cache.
     """
-    decoder.alive.zero_()  # also rows that this wave does not use
     decoder.begin(range(len(episodes)), episodes, args)
     # Prefill: the cache gets all tokens but the newest, the input of the first decode step.
     # Rows that have finished or are not in use write what nobody reads.

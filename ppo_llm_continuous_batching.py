@@ -779,7 +779,6 @@ def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> lis
     # More environments like those that gym.make has made.
     while envs[0].spec and len(envs) < ENVS_PER_ROW * len(decoder.alive):
         envs.append(gym.make(envs[0].spec))
-    decoder.alive.zero_()
     slots = Slots(decoder, args)
     players = [play_row(env, waiting, tokenizer, args) for env in envs]
     call = env_threads().apply_async

@@ -1,5 +1,5 @@
 """`python tests/plant_faults.py [NAME ...]` plants the faults of faults.txt, one at a time, in both scripts of a copy
-of the checkout, and runs the tests that should fail; for a fault that names none, the fast suite."""
+of the checkout, and runs the tests that should fail; where it lives, the fast suite, without tests of the text."""
 
 import os
 import shlex
@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from conftest import ROOT, SCRIPTS
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("ppo_llm.py", "ppo_llm_continuous_batching.py")
+SUITE = "-k 'not can_be_planted' --ignore tests/test_forks.py --ignore tests/test_placements.py"
 
 
 def read_faults() -> dict[str, tuple[str, str, str]]:
@@ -29,7 +29,7 @@ def read_faults() -> dict[str, tuple[str, str, str]]:
 
 def plant(old: str, new: str) -> dict[str, str]:
     """{script: its text with the fault}. The old text must occur once, but one of the scripts may lack it."""
-    texts = {script: (ROOT / script).read_text() for script in SCRIPTS}
+    texts = {f"{name}.py": (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
     assert sorted(text.count(old) for text in texts.values()) in ([0, 1], [1, 1]), old
     return {script: text.replace(old, new) for script, text in texts.items()}
 
@@ -51,13 +51,14 @@ def result_of(tests: str, old: str, new: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     import ppo_llm  # noqa: F401
 
-    del sys.path[0], sys.modules["ppo_llm"]
+    for name in ("ppo_llm", "conftest"):  # those of the copy are others
+        del sys.modules[name]
+    sys.path.remove(str(ROOT))
     faults, results = read_faults(), []
     for name in sys.argv[1:] or faults:
         tests, *texts = faults[name]
-        results.append(result_of("" if tests.startswith("lives") else tests, *texts))
+        results.append(result_of(SUITE if tests.startswith("lives") else tests, *texts))
         print(f"{results[-1]:7} {name}", flush=True)
     print(f"{results.count('killed')} of {len(results)} killed")

