@@ -14,16 +14,16 @@ Part I is PPO (https://arxiv.org/abs/1707.06347), to be read from top to bottom:
 Models. The actor is the policy that is trained. Old log-probs are, by default, the actor's from
 before the updates of an iteration. The critic predicts the reward that is still to come: it starts
 as a copy of the actor with a scalar head of zeros, or from --critic-model, and learns the returns
-of GAE (unwhitened advantages plus values). The reference is the actor as it was when PPO began,
-after any warm start, or at the last sync. The optional reward model is a frozen classifier. The
-sampler, an unsharded copy of the actor on every rank, generates text; it gets the actor's new
-weights at the end of each iteration.
+of GAE with --critic-lambda. The reference is the actor as it was when PPO began, after any warm
+start, or at the last sync. The optional reward model is a frozen classifier. The sampler, an
+unsharded copy of the actor on every rank, generates text; it gets the actor's new weights at the
+end of each iteration.
 
 Layout. A sample is an episode: a prompt and a response, perhaps followed by more turns. It is a row
 of tensors [N, T] or [B, T] that starts at index 0 and is padded on the right. What belongs to a
 token is stored at the index of that token:
 
-    mask[b, t]      is True if token t was sampled, False if it was given, or is padding
+    mask[b, t]      is True if token t was sampled and trains, False if it was given, or is padding
     logprobs[b, t]  = log pi(token t | tokens before t)
     values[b, t]    is the critic's value of the state in which token t was sampled
     rewards[b, t]   is what token t earned
@@ -146,7 +146,7 @@ class Args:
     actor_lr: float | None = None  # default: see DEFAULTS
     critic_lr: float | None = None  # default: 0.064 / hidden_size of the critic
     lr_end: float = 0.05  # learning rates decay linearly to this fraction of them
-    # first iterations, of the critic alone; its rate decays over all, the actor's over the others
+    # first iterations, in which only the critic trains; the actor's rate decays over the later ones
     critic_warmup_iterations: int = 0
     max_grad_norm: float = 1.0  # maximum norm for gradient clipping
 
@@ -163,7 +163,7 @@ class Args:
     # estimator of the KL as a term of the loss; default: k1, subtracted from the rewards
     kl_loss: Literal["k2", "k3"] | None = None
     ref_sync_every: int = 0  # iterations after which the reference becomes the actor; 0: never
-    truncation_penalty: float = 0.0  # subtracted from the reward if --max-new-tokens is hit
+    truncation_penalty: float = 0.0  # subtracted from the reward if a token limit ends a sample
 
     eval_episodes: int = 512  # played twice: sampled at temperature 1, and greedily
     eval_every: int = 0  # iterations between evaluations; 0: only before the first, after the last
@@ -195,7 +195,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Estimates of KL(pi || pi_ref) from sampled tokens: http://joschu.net/blog/kl-approx.html.
 
     As a loss on samples of pi, k1 has a gradient of 0 on average, k2 that of KL(pi || pi_ref), and
-    k3 that of KL(pi_ref || pi). Samples of an older policy are weighed by pi / pi_old, a constant.
+    k3 that of KL(pi_ref || pi). The loop weighs samples of an older policy by pi / pi_old.
     """
     logratio = logprobs - ref_logprobs
     if kind == "k1":
@@ -229,7 +229,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate of PPO (https://arxiv.org/abs/1707.06347, eq. 7) as a loss.
 
-    With recomputed old log-probs the ratio is 1 in the first minibatch, up to rounding. Loss and
+    With recomputed old log-probs the first ratio of an iteration is 1, up to rounding. Loss and
     statistics are sums over the mask divided by `denom`, the sampled tokens of the whole minibatch:
     those of its microbatches add up. dual_clip: https://arxiv.org/abs/1912.09729, eq. 5.
     """
@@ -449,9 +449,9 @@ class Experience:
     """
 
     tokens: Tensor  # [N, T], as all tensors that follow but lengths
-    mask: Tensor  # bool: sampled, not given; log-probs, values etc. are 0 where it is False
+    mask: Tensor  # bool: sampled, and trains; log-probs, values etc. are 0 where it is False
     logprobs: Tensor  # the sampler's, not the actor's
-    rewards: Tensor  # with penalties, without the KL
+    rewards: Tensor  # with --truncation-penalty, without the KL
     lengths: Tensor  # [N] tokens without padding
     # What follows is filled in by `make_experience`.
     old_logprobs: Tensor | None = None
@@ -646,7 +646,7 @@ class Episode:
             return
         add_rewards(self, reward, info, start, tokenizer)
         self.success = bool(info.get("success", sum(self.rewards) > 0))
-        cut = self.ids[-1] not in tokenizer.stop_ids
+        cut = self.ids[-1] not in tokenizer.stop_ids  # counts even if the environment has ended
         # Only what is new is encoded: to encode the response again could change its ids.
         feedback = [] if end else tokenizer.encode_feedback(messages, cut)
         if end and not cut:
@@ -1651,8 +1651,13 @@ class Prompts(gym.Env):
 
 
 def parse_number(text: str) -> float | None:
-    r"""The last `#### number` or `\boxed{number}`, without dollar signs and thousands commas."""
-    found = re.findall(r"(?:####|\\boxed\{)[\s$\\]*((?:-[\s$\\]*)?[\d,]*\.?\d+)", text)
+    r"""The last `#### number` or `\boxed{number}`, without dollar signs and thousands commas.
+
+    A number before a slash or a caret, as in 5/6 and 10^6, does not count.
+    """
+    found = re.findall(
+        r"(?:####|\\boxed\{)[\s$\\]*((?:-[\s$\\]*)?[\d,]*\.?\d+)(?![\d,.]*\s*[/^])", text
+    )
     return float(re.sub(r"[\s$,\\]", "", found[-1])) if found else None
 
 
@@ -1700,7 +1705,7 @@ def as_messages(text) -> list[dict]:
         return [{"role": "user", "content": text}]
     for message in text if isinstance(text, list) else [text]:
         match message:
-            case {"role": str(role), "content": str()}:
+            case {"role": str(role), "content": str()} if message is not text:
                 continue
         raise TypeError(
             f"{message!r:.80}, of type {type(message).__name__}: must be text, or a list of "

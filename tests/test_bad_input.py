@@ -153,7 +153,7 @@ def test_environment_that_cannot_be_made(ppo, tmp_path, env_id, kwargs, part):
     *[((prompt, {}), False, f"with seed 0: TypeError: {found}: must be text, or a list of messages whose")
       for prompt, found in [
           (b"ab=", "b'ab=', of type bytes"), (None, "None, of type NoneType"), (5, "5, of type int"),
-          ({"grid": 1, "step": 2}, "{'grid': 1, 'step': 2}, of type dict"), ([5], "5, of type int"),
+          ({"role": "user", "content": "a"}, "{'role': 'user', 'content': 'a'}, of type dict"), ([5], "5, of type int"),
           ([{"role": "user"}], "{'role': 'user'}, of type dict")]],
     (([{"role": "assistant", "content": "a"}], {}), False, "with seed 0: ValueError: the last message is the assist"),
     (("", {}), True, "the prompt '' has 0 tokens"),

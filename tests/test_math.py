@@ -260,5 +260,6 @@ def test_the_number_behind_the_last_hashes_or_in_the_last_box_is_found(ppo):
     numbers = {"2\n#### 1,234.5": 1234.5, "#### - $ 7": -7, "#### $-7 dollars": -7, "#### .5": 0.5, "#### 1 #### 2": 2,
                "####" + "\n" * 999 + "4": 4, "18": None, "#### x": None, "#" * 9999: None,
                r"so \(\boxed{7}\).": 7, r"\boxed{\$1,250.50}": 1250.5, r"\boxed{-3 \text{ km}}": -3,
-               r"#### 1, that is \boxed{2}": 2, r"\boxed{1}, that is #### 2": 2, r"\boxed{x}": None}  # fmt: skip
+               r"#### 1, that is \boxed{2}": 2, r"\boxed{1}, that is #### 2": 2, r"\boxed{x}": None,
+               r"\boxed{5/6}": None, r"\boxed{10^6}": None, r"#### 5, not \boxed{6 / 7}": 5}  # fmt: skip
     assert {text: ppo.parse_number(text) for text in numbers} == numbers
