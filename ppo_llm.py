@@ -837,6 +837,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.H, self.Hkv = config.num_attention_heads, config.num_key_value_heads
+        self.grouped = self.H != self.Hkv  # compared in forward, it can break the compiled graph
         self.D, hidden = config.head_dim, config.hidden_size
         bias = getattr(config, "attention_bias", False)
         qkv_bias = bias or config.model_type == "qwen2"
@@ -865,12 +866,13 @@ class Attention(nn.Module):
             if packing is not None:
                 q, k, v = (packing.unpack(x, packing.place) for x in (q, k, v))  # [B, T, ..., D]
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or Hkv, T, D]
-            if q.is_cuda and q.dtype == torch.float32:
+            grouped = self.grouped
+            if grouped and q.is_cuda and q.dtype == torch.float32:
                 # Of the kernels that do not hold all scores [B, H, T, T], flash attention alone
                 # takes grouped heads, and not in float32.
-                k, v = (x.repeat_interleave(self.H // self.Hkv, 1) for x in (k, v))
+                k, v = (x.repeat_interleave(self.H // self.Hkv, dim=1) for x in (k, v))
+                grouped = False
             # Rows start at index 0, so causality alone hides the padding on the right.
-            grouped = k.shape[1] != self.H
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
             out = out.transpose(1, 2)  # [B, T, H, D]
             if packing is not None:

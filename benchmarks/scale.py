@@ -89,7 +89,7 @@ class Device(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.phases = iter("evaluation rollout score critic actor hand_over end".split())
+        self.phases = iter("rollout score critic actor hand_over end".split())
         self.phase, self.times = "start", 1  # of the next operations
         # By phase: numbers; `held` when it was most; the most bytes of each kind.
         self.counts, self.at_peak, self.largest = (defaultdict(Counter) for _ in range(3))

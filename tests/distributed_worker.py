@@ -37,9 +37,10 @@ def spoil(model, *_):
 
 
 def run(ppo, folder, name, flags, fault=None):
-    """Train in folder/name. `fault`: {"nan": rank} spoils a gradient; {"signal": rank} sends one."""
+    """Train in folder/name. `fault`: {"nan": rank} spoils a gradient; {"signal": rank} comes in the second iteration;
+    {"kill": [function, number]} is kill -9 before this call of the function."""
     seen, fault = {"models": {}, "reduced": [], "episodes": [], "code": 0}, fault or {}
-    send_signal = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    send = lambda signum: lambda *_: os.kill(os.getpid(), signum)
     make_experience, play, reduce = ppo.make_experience, ppo.play, DefaultReduceScatter.__call__
 
     def models_seen(**models):
@@ -71,7 +72,9 @@ def run(ppo, folder, name, flags, fault=None):
     if fault.get("nan") == ppo.RANK:
         patches.append(on_call(ppo, "optimizer_step", 1, spoil))
     if fault.get("signal") == ppo.RANK:
-        patches.append(on_call(ppo, "make_experience", 2, send_signal))
+        patches.append(on_call(ppo, "make_experience", 2, send(signal.SIGTERM)))
+    if "kill" in fault:
+        patches.append(on_call(ppo, *fault["kill"], send(signal.SIGKILL)))
     with ExitStack() as stack:
         [stack.enter_context(patch) for patch in patches]
         try:
