@@ -578,10 +578,10 @@ def minibatches(experience: Experience, epoch: int, state, args):
     seed = ((args.seed * 1_000_003 + state.iteration) * 1_000_003 + epoch) % 2**63
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(experience.tokens), generator=generator)
-    if len(order) == 0:
-        return  # `split` would yield a minibatch of nothing
     for rows in progress_bar(order.split(args.train_batch_size), "minibatches"):
-        n_tokens = max(1, int(experience.mask[rows].sum()))
+        n_tokens = int(experience.mask[rows].sum())
+        if n_tokens == 0:
+            continue  # a step without gradients would move the weights all the same, by momentum
         shares = microbatches(rows, experience.lengths, args.micro_batch_tokens)
         yield n_tokens, [experience.microbatch(share, args.device) for share in shares]
 
@@ -1542,7 +1542,7 @@ class Prompts(gym.Env):
 
     Each line of the file has a "prompt" or "messages", text or a list of messages. It may have a
     "demonstration", and other keys for the function. The function my_module:reward is called as
-    reward(prompt, response, row), from many threads at the same time. It returns a number, which
+    reward(prompt, response, row=row), from many threads at the same time. It returns a number, which
     counts as success if it is above 0, or (number, success), or (number, metrics); None in place of
     the number if the sample shall not train. It may be a coroutine function.
     """
@@ -1703,7 +1703,7 @@ def add_rewards(episode: Episode, reward, info, start, tokenizer):
         index = bisect.bisect_left(range(len(ids)), True, key=completes)
         episode.rewards[start + index] += number(part, "a number in info['rewards']")
     for name, x in info.get("metrics", {}).items():
-        episode.metrics[name] = number(x, f"info['metrics'][{name!r}]")
+        episode.metrics[str(name)] = number(x, f"info['metrics'][{name!r}]")
 
 
 def decoder_rows(args) -> int:
@@ -1723,7 +1723,7 @@ def make_envs(args, on_exit: contextlib.ExitStack, evaluation: bool = False) -> 
     with attempt(f"make the environment of {flags}"):
         kwargs = dict(**json.loads(args.env_kwargs))
         if evaluation:
-            kwargs |= json.loads(args.eval_env_kwargs)
+            kwargs |= dict(**json.loads(args.eval_env_kwargs))
         if args.env_id == "Prompts-v0" and not (kwargs.get("reward") or args.reward_model):
             raise UserError(
                 "Prompts-v0: nothing gives rewards. Add --reward-model, or a function of yours to "
@@ -1741,7 +1741,7 @@ def close_all(envs: list[gym.Env]):
     for env in envs:
         try:
             env.close()
-        except Exception as error:  # the run has ended all the same
+        except (Exception, SystemExit) as error:  # the run has ended all the same
             print0(f"cannot close an environment: {error!r}")
 
 
@@ -1779,6 +1779,8 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
     It is 1 if the values predict the returns up to a constant, 0 for values that are all the same.
     """
+    if len(returns) == 0:
+        return math.nan
     variance = returns.var(correction=0)
     explained = 1 - (returns - values).var(correction=0) / variance
     return float(explained) if variance > 1e-10 else math.nan
@@ -1823,8 +1825,8 @@ def means(episodes: list[Episode], prefix="") -> dict:
         f"{prefix}unscored": 1 - len(scored) / len(episodes),
         f"{prefix}reward_model": sum(e.score for e in scored) / N,
     }
-    for name in sorted({name for e in episodes for name in e.metrics}):
-        values = [e.metrics[name] for e in episodes if name in e.metrics]
+    for name in sorted({name for e in scored for name in e.metrics}):
+        values = [e.metrics[name] for e in scored if name in e.metrics]
         result[f"env/{name}"] = sum(values) / len(values)
     return result
 
@@ -1880,7 +1882,7 @@ def completions(episodes: list[Episode], experience: Experience) -> list[dict]:
 
 ADVICE = {  # by the cause of a ratio that stays at 1, or begins elsewhere
     "critic_warmup": "see --critic-warmup-iterations",
-    "empty_mask": "no token was sampled: check --max-new-tokens and the mask",
+    "empty_mask": "no token trains: check --max-new-tokens, the mask, and rewards of None",
     "forward_mismatch": "look for dropout, a shifted mask, another temperature",
     "kl_early_stop": "raise --target-kl or lower --actor-lr",
     "no_step": "no step was made: were there minibatches?",
@@ -1952,7 +1954,8 @@ def diagnose_updates(actor, sampler, experience, steps, noise, args) -> tuple[st
     copy_weights(actor, sampler)
     weights = some_weights(sampler)
     relative_update = float((weights - before).double().norm() / weights.double().norm())
-    some = experience.select(torch.arange(max(1, len(experience.tokens) // 8)))
+    rows = experience.mask.any(1).nonzero()[:, 0]
+    some = experience.select(rows[: max(1, len(rows) // 8)])
     logratio = (logprobs_of_all(actor, some, args) - some.old_logprobs)[some.mask]
     post_dev = float(logratio.expm1().abs().mean())  # mean |ratio - 1| with the updated actor
     moved = post_dev > noise
@@ -2427,7 +2430,8 @@ class StopSignals:
 
     def receive(self, number: int, frame):
         self.received = number
-        os.write(2, b"\nstopping after this iteration; Ctrl-\\ stops at once\n")
+        with contextlib.suppress(OSError):  # nobody may be reading
+            os.write(2, b"\nstopping after this iteration; Ctrl-\\ stops at once\n")
 
     def agree(self):
         received = torch.tensor(self.received)

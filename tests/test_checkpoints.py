@@ -114,6 +114,21 @@ def test_a_run_resumed_with_other_sizes_goes_on_with_its_prompts_and_schedules(p
         assert row["critic/lr"] == rate((i + (plan.critic_steps - 1) / plan.critic_steps / 2) / N)  # the mean
 
 
+def test_a_rollout_without_a_reward_leaves_weights_and_moments_alone(ppo, tmp_path):
+    plays, play, step = [], ppo.play, ppo.step
+
+    def step_without_reward(env, response):
+        messages, reward, *rest = step(env, response)
+        return messages, reward if len(plays) == 1 else None, *rest
+
+    with mock.patch.multiple(ppo, step=step_without_reward, play=lambda *rest: plays.append(0) or play(*rest)):
+        run = train(ppo, tmp_path, eval_episodes=0)
+    assert iterations(run) == [2, 3] and [row["objective/unscored"] for row in lines(run)] == [0, 1, 1]
+    assert [len(row["ratio/steps"]) for row in lines(run)] == [4, 0, 0]
+    before, after = (tensors_of(run / "checkpoints" / f"iter_00000{i}") for i in (2, 3))
+    assert all(torch.equal(x, after[name]) for name, x in before.items())
+
+
 def test_runs_of_the_same_second_have_different_names(ppo, tmp_path):
     args = ppo.Args(**SMALL | dict(log_dir=str(tmp_path), num_iterations=0))
     with mock.patch.object(ppo.time, "strftime", return_value="now-"), mock.patch.object(ppo, "SummaryWriter"):

@@ -184,7 +184,7 @@ class Unscored(environments.TextEnv):
 
     def turn(self, response):
         reward = None if self.seed % 3 == 0 and len(self.seen) == 2 else 0.5
-        return "c", reward, len(self.seen) == 2, False, {"metrics": {"turns": len(self.seen), "third": self.seed % 3 == 0}}  # noqa: E501
+        return "c", reward, len(self.seen) == 2, False, {"metrics": {"turns": len(self.seen), "third": self.seed % 3 == 1}}  # noqa: E501
 
 
 environments.gym.register("Unscored-v0", entry_point=Unscored)
@@ -201,8 +201,9 @@ def test_samples_without_a_reward_do_not_train_and_are_counted_and_metrics_are_l
         assert not e.mask[thirds].any() and e.mask[~thirds].any(1).all() and (e.logprobs[thirds] == 0).all()
         assert not any(x.success for x in episodes if x.stop == "unscored")
         assert row["objective/unscored"] == thirds.float().mean()
-        assert row["env/turns"] == pytest.approx(sum(e.metrics["turns"] for e in episodes) / 8)
-    assert seen.rows[1]["eval/env/third"] == seen.summary["eval_before"]["env/third"] == pytest.approx(2 / 6)
+        turns = [e.metrics["turns"] for e in episodes if e.stop != "unscored"]
+        assert row["env/turns"] == pytest.approx(sum(turns) / len(turns))
+    assert seen.rows[1]["eval/env/third"] == seen.summary["eval_before"]["env/third"] == pytest.approx(2 / 4)
     assert seen.summary["eval_after"]["unscored"] == pytest.approx(2 / 6)
 
 
