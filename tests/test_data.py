@@ -203,6 +203,7 @@ def test_samples_without_a_reward_do_not_train_and_are_counted_and_metrics_are_l
         assert row["objective/unscored"] == thirds.float().mean()
         turns = [e.metrics["turns"] for e in episodes if e.stop != "unscored"]
         assert row["env/turns"] == pytest.approx(sum(turns) / len(turns))
+        assert row["objective/response_tokens"] == pytest.approx(sum(sum(e.mask) for e in episodes) / len(turns))
     assert seen.rows[1]["eval/env/third"] == seen.summary["eval_before"]["env/third"] == pytest.approx(2 / 4)
     assert seen.summary["eval_after"]["unscored"] == pytest.approx(2 / 6)
 
