@@ -1613,9 +1613,9 @@ class Prompts(gym.Env):
 
     Each line of the file has a "prompt" or "messages", text or a list of messages. It may have a
     "demonstration", and other keys for the function. The function my_module:reward is called as
-    reward(prompt, response, row=row), from many threads at the same time. It returns a number, which
-    counts as success if it is above 0, or (number, success), or (number, metrics); None in place of
-    the number if the sample shall not train. It may be a coroutine function.
+    reward(prompt, response, row=row), from many threads at the same time. It returns a number,
+    which counts as success if it is above 0, or (number, success), or (number, metrics); None in
+    place of the number if the sample shall not train. It may be a coroutine function.
     """
 
     def __init__(self, path: str, reward: str | None = None):
