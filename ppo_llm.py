@@ -2,7 +2,7 @@ r"""PPO for language models, in one file and in plain PyTorch.
 
     python ppo_llm.py           # a tiny model learns to sort digits, in two minutes on a CPU
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
-        --eval-env-kwargs '{"path": "test.jsonl"}'
+        --eval-env-kwargs '{"path": "test.jsonl"}' --max-new-tokens 512
     torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # models sharded over eight GPUs
 
 Part I is PPO (https://arxiv.org/abs/1707.06347), to be read from top to bottom: 1. arguments,
@@ -448,13 +448,13 @@ class Experience:
     """
 
     tokens: Tensor  # [N, T], as all tensors that follow but lengths
-    mask: Tensor  # bool: sampled, and trains; log-probs, values etc. are 0 where it is False
+    mask: Tensor  # bool: sampled, and trains; values and log-probs are 0 where it is False
     logprobs: Tensor  # the sampler's, not the actor's
     rewards: Tensor  # with --truncation-penalty, without the KL
     lengths: Tensor  # [N] tokens without padding
     # What follows is filled in by `make_experience`.
     old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None  # NaN without a reference
     values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -1518,7 +1518,7 @@ class SortDigits(gym.Env):
 
 @functools.cache
 def load_rows(path: str, convert: Callable) -> list[dict]:
-    """The JSON objects of a file, one per line, in a random order that is always the same."""
+    """The JSON objects of a file, one per line or in an array, in a shuffled, constant order."""
     rows = []
     with attempt(f"read {path}, which must be text, with a JSON object on each line"):
         text = Path(path).read_text("utf-8-sig")
