@@ -288,7 +288,7 @@ def run_ppo(args, on_exit) -> dict:
     actor_optimizer = make_optimizer(actor)
     critic_optimizer = make_optimizer(critic)
 
-    # What checkpoints hold beside `state`; another model that trains belongs here, too
+    # What checkpoints hold beside `state`. Add other models that train, with `make_optimizer`.
     checkpointed = {
         "actor": (actor, actor_optimizer),
         "critic": (critic, critic_optimizer),
@@ -451,7 +451,7 @@ class Experience:
     mask: Tensor  # bool: sampled, and trains; values and log-probs are 0 where it is False
     logprobs: Tensor  # the sampler's, not the actor's
     rewards: Tensor  # with --truncation-penalty, without the KL
-    lengths: Tensor  # [N] tokens without padding
+    lengths: Tensor  # [N] tokens of prompt and response, without padding
     # What follows is filled in by `make_experience`.
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None  # NaN without a reference
