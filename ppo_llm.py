@@ -1883,7 +1883,7 @@ def completions(episodes: list[Episode], experience: Experience) -> list[dict]:
 ADVICE = {  # by the cause of a ratio that stays at 1, or begins elsewhere
     "critic_warmup": "see --critic-warmup-iterations",
     "empty_mask": "no token trains: check --max-new-tokens, the mask, and rewards of None",
-    "forward_mismatch": "look for dropout, a shifted mask, another temperature",
+    "forward_mismatch": "dropout? a shifted mask? another temperature? samples of an earlier policy?",
     "kl_early_stop": "raise --target-kl or lower --actor-lr",
     "no_step": "no step was made: were there minibatches?",
     "steps_skipped": "gradients are not finite: large rewards? NaN in log-probs?",
@@ -1913,7 +1913,7 @@ def diagnose_ratio(actor, sampler, experience, steps, early_stop, state, args) -
         "ratio/early_stop_kl": early_stop and early_stop["approx_kl"],  # at which the epochs ended
     }
     noise = 2 * max(first_dev, 1e-7)  # of rounding
-    moved = last_dev > noise
+    moved = math.isnan(last_dev) or last_dev > noise
     cause = None
     if state.iteration < args.critic_warmup_iterations:
         cause = "critic_warmup"
