@@ -1599,7 +1599,7 @@ def load_rows(path: str, convert: Callable) -> list[dict]:
     for i, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        with attempt(f"use line {i} of {path} as a JSON object"):
+        with attempt(f"use line {i} of {path} (see benchmarks/environments.md)"):
             row = convert(json.loads(line))
             as_messages(row["prompt"])  # raises if it is malformed
             rows.append(row)
@@ -1754,7 +1754,7 @@ def in_threads(method: Callable, turns):
             method(*turn)
 
     calls = env_threads().imap_unordered(call, turns)
-    with attempt(f"play a turn of all environments in {ENV_TIMEOUT} seconds"):
+    with attempt(f"play a turn, rewards included, in {ENV_TIMEOUT} seconds"):
         for _ in turns:
             calls.next(ENV_TIMEOUT)  # raises the first error at once
 
@@ -2683,7 +2683,7 @@ def resume(path: Path, checkpointed: dict, args) -> TrainState:
     """Load a checkpoint into models and optimizers."""
     with attempt(f"resume from {path}"):
         if not is_complete(path):
-            raise ValueError("files are missing or damaged")
+            raise ValueError("files are missing or damaged; is it a checkpoints/iter_* folder?")
         content = read_json(path / "state.json")
         for name, value in vars(args).items():
             before = content["args"].get(name)
