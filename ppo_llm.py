@@ -1679,7 +1679,9 @@ def in_threads(method: Callable, turns):
     """`method(episode, ...)` of each of `turns`, on a thread of its own."""
 
     def call(turn):
-        with attempt(f"play the episode with seed {turn[0].seed}", CodeError):
+        episode = turn[0]
+        messages = episode.conversation  # none yet before `reset`
+        with attempt(f"play the episode with seed {episode.seed}: {messages!r:.200}", CodeError):
             method(*turn)
 
     calls = env_threads().imap_unordered(call, turns)
@@ -1806,7 +1808,8 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
     if reward_model:
         add_scores(sampled, reward_model, args)
     result = {"episodes": N} | means(sampled) | {"greedy_accuracy": means(greedy)["accuracy"]}
-    print0(f"after {iteration} iterations: {result}")
+    numbers = ", ".join(f"{name} {round(x, 4)}" for name, x in result.items())
+    print0(f"after {iteration} iterations: {numbers}")
     return result
 
 
