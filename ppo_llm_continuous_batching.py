@@ -140,7 +140,8 @@ class Args:
     sft_steps: int | None = None
 
     train_batch_size: int = 64  # samples per optimizer step; divides those of a rollout
-    micro_batch_tokens: int = 4096  # of a pass on a rank, at most, unless one sample has more
+    # of a pass on a rank, at most, unless one sample has more; 16384 or more suit GPUs of 80 GB
+    micro_batch_tokens: int = 4096
     ppo_epochs: int = 2  # epochs of the actor on each rollout
     critic_epochs: int | None = None  # epochs of the critic; default: --ppo-epochs
     actor_lr: float | None = None  # default: see DEFAULTS

@@ -1,6 +1,6 @@
 """The kit for a first run on a GPU, benchmarks/first_gpu, with tiny shapes: on the CPU, and on a simulated GPU."""
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -11,9 +11,7 @@ from conftest import ROOT
 from test_cuda import simulated
 
 KIT = ROOT / "benchmarks" / "first_gpu"
-IN_PROCESS = "env fp32 graphs attention decode update write iteration".split()
-OF_SCRIPTS = "default_task resume two_ranks sums".split()  # parts that start the scripts
-TRL = ["trl:side=ours", "trl:side=TRL"]
+PARTS = "env head sampling gemm decode_attention fp32 graphs attention decode update write iteration".split()
 SIMULATE = "import simulated_cuda, runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
 pytestmark = [pytest.mark.slow, pytest.mark.shared]
 
@@ -38,23 +36,21 @@ def results(folder, name, code) -> list[dict]:
 def test_the_calls_name_parts_that_are_tried():
     sys.path.insert(0, str(KIT))
     first_gpu = importlib.import_module("first_gpu")
-    names = {name for call in first_gpu.CALLS.values() for stage in call for name in stage.split("+")} - {"unpack"}
+    names = {name for call in first_gpu.CALLS.values() for stage in call for name in stage.split("+")}
     parts = [part for name in names for part in first_gpu.PARTS.get(name, ([name], 0))[0]]
-    assert {part.split(":")[0] for part in parts} == {*IN_PROCESS, *OF_SCRIPTS, "trl"}
+    assert {part.split(":")[0] for part in parts} == {*PARTS, "two_ranks"}
 
 
 @simulated
 def test_the_kit_runs(tmp_path):
-    has_trl = importlib.util.find_spec("trl") and importlib.util.find_spec("trl.experimental.ppo")
-    on_cpu = [*IN_PROCESS, *(TRL if has_trl else [])]
     on_gpu = ["fp32", "graphs", "decode", "update:compile=off", "iteration:compile=off"]
-    work = ["--work", tmp_path / "scripts_work", "--budget", 280, "--cpu"]
+    work = ["--work", tmp_path / "ranks_work", "--budget", 280, "--cpu"]
     processes = {
-        "cpu": start(tmp_path, "cpu", KIT / "parts.py", *on_cpu, DEVICE="cpu"),
+        "cpu": start(tmp_path, "cpu", KIT / "parts.py", *PARTS, DEVICE="cpu"),
         "gpu": start(tmp_path, "gpu", "-c", SIMULATE, KIT / "parts.py", *on_gpu, DEVICE="cuda", TINY="1"),
-        "scripts": start(tmp_path, "scripts", KIT / "first_gpu.py", *OF_SCRIPTS, *work)}  # fmt: skip
+        "ranks": start(tmp_path, "ranks", KIT / "first_gpu.py", "two_ranks", *work)}  # fmt: skip
     codes = {name: process.wait(timeout=300) for name, process in processes.items()}
     rows = {name: results(tmp_path, name, code) for name, code in codes.items()}
     done = {name: [row["done"] for row in found if "done" in row] for name, found in rows.items()}
-    assert done["gpu"] == [part.split(":")[0] for part in on_gpu] and len(done["cpu"]) == len(on_cpu)
-    assert done["scripts"] == OF_SCRIPTS and (tmp_path / "scripts" / "metrics.jsonl").stat().st_size
+    assert done["gpu"] == [part.split(":")[0] for part in on_gpu] and done["cpu"] == PARTS
+    assert done["ranks"] == ["two_ranks"] and (tmp_path / "ranks" / "metrics.jsonl").stat().st_size

@@ -1,8 +1,8 @@
 """A first run on a GPU that one has for minutes: see README.md.
 
-    python benchmarks/first_gpu/first_gpu.py 1 [--budget 420]     # correctness, and the speed of a 0.5B
-    python benchmarks/first_gpu/first_gpu.py 2 [--budget 250]     # a real checkpoint, and TRL
-    python benchmarks/first_gpu/first_gpu.py env default_task:compile=off+graphs:dtype=float32
+    python benchmarks/first_gpu/first_gpu.py 1 [--budget 350]     # levers, correctness, parts of a 0.5B
+    python benchmarks/first_gpu/first_gpu.py 2 [--budget 420]     # whole iterations
+    python benchmarks/first_gpu/first_gpu.py env levers iteration:micro=8192+graphs:dtype=float32
     python benchmarks/first_gpu/first_gpu.py 1 --cpu              # a trial without a GPU, tiny shapes
 
 Stages follow each other, the parts of a stage ("+") run at the same time, each with a limit. Results go at once to
@@ -13,7 +13,6 @@ $OUT/metrics.jsonl; the end of stdout is a summary. No part begins after --budge
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,26 +26,18 @@ TWIN = "script=ppo_llm_continuous_batching"
 # name: (arguments of parts.py, limit in seconds); another name is such an argument itself
 PARTS = {
     "env": (["env"], 40),
-    "fp32": (["fp32"], 90),
-    "fp32-cb": ([f"fp32:{TWIN}"], 90),
-    "default_task-cb": ([f"default_task:{TWIN}"], 170),
+    "levers": (["head", "sampling", "gemm", "decode_attention"], 120),
+    "fp32-cb": ([f"fp32:{TWIN}"], 150),
     "graphs-cb": ([f"graphs:{TWIN}"], 170),
-    "warm": (["decode:compile=on:blocks=1", "update:compile=on:tokens=4096"], 200),
-    "speed": (["decode:compile=on", "update:compile=on", "iteration", "update:compile=off:tokens=4096",
-               "decode:compile=off:rows=64"], 270),
-    "learn": (["default_task:iterations=270"], 170),
-    "two_ranks:compile=on": (["two_ranks:compile=on"], 200),
-    "trl": (["trl:side=TRL"], 90),
-    "ours": (["trl:side=ours"], 80),
-}  # fmt: skip
+    "warm": (["decode:rows=64:blocks=1", "update:tokens=4096"], 200),
+    "speed": (["update", "decode"], 150),
+}
 LIMIT = 150
+ITERATIONS = [f"iteration:rows={rows}{twin}" for rows in (256, 512) for twin in ("", f":{TWIN}")]
 CALLS = {
-    "1": ["env",
-          "warm+write+default_task+default_task-cb+graphs+graphs-cb+fp32+fp32-cb+resume+two_ranks"
-          "+two_ranks:compile=on+attention",
-          "speed"],
-    "2": ["unpack", "sums+sums:dtype=float32+learn", "ours", "trl"],
-}  # fmt: skip
+    "1": ["env", "levers", "warm+write+fp32+fp32-cb+graphs+graphs-cb+two_ranks+attention", "speed"],
+    "2": ["env", *ITERATIONS],
+}
 
 
 class Runner:
@@ -69,20 +60,16 @@ class Runner:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def command(self, name: str) -> list[str]:
-        if name == "unpack":
-            folder = str(self.work / "SmolLM2")
-            return [sys.executable, str(HERE / "pack_smollm2.py"), "unpack", self.args.packed, folder]
-        return [sys.executable, str(HERE / "parts.py"), *PARTS.get(name, ([name], 0))[0]]
-
     def run(self, name: str):
-        limit = PARTS.get(name, ([], LIMIT))[1]
-        limit = min(limit, self.args.budget - (time.monotonic() - START))
+        arguments, limit = PARTS.get(name, ([name], LIMIT))
+        command = [sys.executable, str(HERE / "parts.py"), *arguments]
+        left = self.args.budget - (time.monotonic() - START)
+        limit = left if self.args.cpu else min(limit, left)  # a CPU may be busy
         if limit < 8:
             return self.end(name, "not begun", 0.0, "")
         log, start = self.work / f"{name}.log", time.monotonic()
         with open(log, "w") as file:
-            process = subprocess.Popen(self.command(name), stdout=file, stderr=subprocess.STDOUT, env=self.env,
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=self.env,
                                        start_new_session=True)  # fmt: skip
             try:
                 code = process.wait(timeout=limit)
@@ -145,18 +132,12 @@ def main():
     parser.add_argument("stages", nargs="+")
     parser.add_argument("--budget", type=float, default=420)
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--packed", default="/tmp/packed", help="folder of what pack_smollm2.py has written")
     parser.add_argument("--work", default="/tmp/first_gpu_work")
     args = parser.parse_args()
     runner = Runner(args)
     for stage in [stage for name in args.stages for stage in CALLS.get(name, [name])]:
         runner.stage(stage.split("+"))
     runner.collect()
-    kept = runner.work / "call1"  # once more with the files of the second call, if those of the first were lost
-    if "1" in args.stages:
-        shutil.copytree(runner.out, kept, dirs_exist_ok=True)
-    elif kept.exists():
-        shutil.make_archive(str(runner.out / "call1"), "gztar", kept)
     sys.exit(not runner.summary())
 
 

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 import traceback
-import types
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -26,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import common
 import torch
+import torch.nn.functional as F
 import transformers
 from common import seconds, synchronize
 from torch.distributed.tensor import DTensor
@@ -40,7 +40,22 @@ PROFILE = RESULTS.with_name("profile.txt")
 WORK = Path(os.environ.get("WORK", "/tmp/first_gpu_work"))
 RUNS = WORK / "runs"
 SHAPE = common.TINY | dict(vocab_size=512) if TINY else common.QWEN_05B
+CONTEXT = 8 if TINY else 1024  # of decode steps that are timed, at their beginning
+ROWS = [4] if TINY else [16, 64, 256]
+NAMES = "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+LAYERS, HIDDEN, INNER, H, HKV = (SHAPE[name] for name in NAMES)
+D, VOCAB = HIDDEN // H, SHAPE["vocab_size"]
 NAME, OPTIONS = "", {}  # of the part that runs
+
+
+def short(x: float) -> float:
+    """Four digits, of small numbers, too: a busy machine has rates that are nearly 0."""
+    return float(f"{x:.4g}")
+
+
+def median(run) -> float:
+    """Seconds of run(), after a first time."""
+    return statistics.median([seconds(run) for _ in range(4 if TINY else 11)][1:])
 
 
 def report(**values):
@@ -73,10 +88,6 @@ def script():
 def metrics(run: str) -> list[dict]:
     path = RUNS / run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def summary(run: str) -> dict:
-    return json.loads((RUNS / run / "summary.json").read_text())
 
 
 def largest_difference(rows: list[dict], others: list[dict]) -> dict:
@@ -156,7 +167,7 @@ def env():
                cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), nccl=torch.cuda.nccl.version(),
                free_gb=round(torch.cuda.mem_get_info()[0] / 1e9, 1))  # fmt: skip
     versions = {"cpus": os.cpu_count(), "python": sys.version.split()[0]}
-    for name in ("torch", "triton", "transformers", "tyro", "gymnasium", "trl", "datasets", "accelerate"):
+    for name in ("torch", "triton", "transformers", "tyro", "gymnasium"):
         try:
             versions[name] = importlib.import_module(name).__version__
         except Exception as error:
@@ -167,10 +178,124 @@ def env():
     b = torch.empty_like(a)
     x = torch.rand(n, n, device=DEVICE)
     y = x.to(torch.bfloat16)
-    median = lambda run: statistics.median([seconds(run) for _ in range(10)][1:])
-    report(copy_gb_per_s=round(2 * a.nbytes / median(lambda: b.copy_(a)) / 1e9, 3),
-           bf16_tflops=round(2 * n**3 / median(lambda: y @ y) / 1e12, 6),
-           fp32_tflops=round(2 * n**3 / median(lambda: x @ x) / 1e12, 6))  # fmt: skip
+    report(copy_gb_per_s=short(2 * a.nbytes / median(lambda: b.copy_(a)) / 1e9),
+           bf16_tflops=short(2 * n**3 / median(lambda: y @ y) / 1e12),
+           fp32_tflops=short(2 * n**3 / median(lambda: x @ x) / 1e12))  # fmt: skip
+
+
+# --- Levers: would another way be faster?
+
+
+def rand(*shape):
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def of_a_layer(run) -> float:
+    """Microseconds of run(layer), called in a CUDA graph for each layer of the model."""
+
+    def all_layers():
+        for layer in range(LAYERS):
+            run(layer)
+
+    all_layers()
+    replay = all_layers
+    if GPU:
+        synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            all_layers()
+        replay = graph.replay
+    return short(1e6 * median(replay) / LAYERS)
+
+
+def head():
+    """Forward and backward of the product with the vocabulary, in chunks of different sizes."""
+    ppo, tokens = script(), 64 if TINY else 16384
+    chunk = ppo.compiled(ppo.chunk_logprobs) if COMPILED == "on" else ppo.chunk_logprobs
+    weight, hidden = rand(VOCAB, HIDDEN).requires_grad_(), rand(tokens, HIDDEN).requires_grad_()
+    targets = torch.randint(VOCAB, (tokens,), device=DEVICE)
+    for logits in (2**12, 2**13) if TINY else (2**25, 2**26, 2**27, 2**28, 2**29):
+        rows = logits // VOCAB
+
+        def both():
+            logprobs, _ = ppo.ChunkedLogprobs.apply(hidden, weight, targets, 1.0, chunk, rows)
+            logprobs.sum().backward()
+            weight.grad = hidden.grad = None
+
+        both()
+        if GPU:
+            torch.cuda.reset_peak_memory_stats()
+        report(tokens=tokens, rows=rows, ms=short(1e3 * median(both)), **memory())
+
+
+@torch.no_grad()
+def sampling():
+    """Sampling as in decode_step, and without noise."""
+    ppo = script()
+
+    def sample(logits, keys, index):
+        logits = logits.float()
+        token = (logits + ppo.gumbel_noise(keys, index, VOCAB)).argmax(-1, keepdim=True)
+        return token, logits.gather(1, token) - logits.logsumexp(-1, keepdim=True)
+
+    def greedy(logits, keys, index):
+        logits = logits.float()
+        token = logits.argmax(-1, keepdim=True)
+        return token, logits.gather(1, token) - logits.logsumexp(-1, keepdim=True)
+
+    for rows in ROWS:
+        logits, index = rand(rows, VOCAB), torch.arange(rows, device=DEVICE)
+        keys = index.int()
+        for function in sample, greedy:
+            run = ppo.compiled(function) if COMPILED == "on" else function
+            report(rows=rows, how=function.__name__, us=of_a_layer(lambda i: run(logits, keys, index)))
+
+
+@torch.no_grad()
+def gemm():
+    """Matrix products of a decode step: query, key and value apart or joined, gate and up apart or joined."""
+    weights = [[rand(n, HIDDEN) for n in (H * D, HKV * D, HKV * D, INNER, INNER)] for _ in range(LAYERS)]
+    joined = [(torch.cat(layer[:3]), torch.cat(layer[3:])) for layer in weights]
+    for rows in ROWS:
+        x = rand(rows, HIDDEN)
+        report(rows=rows, qkv_us=of_a_layer(lambda i: [F.linear(x, w) for w in weights[i][:3]]),
+               qkv_joined_us=of_a_layer(lambda i: F.linear(x, joined[i][0])),
+               gate_up_us=of_a_layer(lambda i: [F.linear(x, w) for w in weights[i][3:]]),
+               gate_up_joined_us=of_a_layer(lambda i: F.linear(x, joined[i][1])))  # fmt: skip
+
+
+@torch.no_grad()
+def decode_attention():
+    """Attention of a decode step by a mask, as in the script, and by flash attention with each row's own length."""
+    G, attend = H // HKV, CONTEXT + 128
+    size = attend + 16
+    for rows in ROWS:
+        caches = [(rand(rows, HKV, size, D), rand(rows, HKV, size, D)) for _ in range(LAYERS)]
+        packed = [[x.transpose(1, 2).flatten(0, 1).contiguous() for x in layer] for layer in caches]
+        q = rand(rows, HKV, G, D)
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
+        for finished in 0, rows * 7 // 8:
+            used = torch.full((rows,), attend, dtype=torch.int32, device=DEVICE)
+            used[rows - finished :] = 1
+            hidden = torch.arange(attend, device=DEVICE) >= used[:, None]  # [rows, attend]
+            bias = torch.zeros(hidden.shape, device=DEVICE, dtype=q.dtype).masked_fill(hidden, -torch.inf)
+            bias = bias.repeat_interleave(HKV, 0)[:, None, None].repeat(1, 1, G, 1)  # [rows * HKV, 1, G, attend]
+
+            def masked(layer):
+                k, v = (x[:, :, :attend].flatten(0, 1)[:, None] for x in caches[layer])
+                return F.scaled_dot_product_attention(q.flatten(0, 1)[:, None], k, v, attn_mask=bias)
+
+            def flash(layer):
+                queries = q.transpose(1, 2).flatten(0, 1)  # [rows * G, HKV, D]
+                return torch.ops.aten._flash_attention_forward(
+                    queries, *packed[layer], starts * G, starts * size, G, attend, 0.0, False, False, seqused_k=used)[0]
+
+            expected = masked(0).view(rows, HKV, G, D)[: rows - finished]
+            report(rows=rows, finished=finished, how="masked", us=of_a_layer(masked))
+            if GPU:
+                out = flash(0).view(rows, G, HKV, D).transpose(1, 2)[: rows - finished]
+                report(rows=rows, finished=finished, how="flash", us=of_a_layer(flash),
+                       difference=short(float((out - expected).abs().max())))  # fmt: skip
 
 
 # --- Correctness
@@ -191,13 +316,6 @@ def ends_well(what: str, *processes: subprocess.Popen, **values) -> bool:
     print(*(output[-6000:] for output in outputs), sep="\n----\n", flush=True)
     end = [output[-1000:] for output in outputs] if any(codes) else []
     return check(f"{what}: ends with 0", not any(codes), codes=codes, end=end, **values)
-
-
-def small(*, iterations: int, samples: int) -> list:
-    """Flags of a short run of the default task."""
-    sizes = (2, 8) if TINY else (10, samples)
-    return ["--num-iterations", iterations, "--sft-steps", sizes[0], "--rollout-batch-size", sizes[1],
-            "--train-batch-size", sizes[1] // 2, "--eval-episodes", sizes[1]]  # fmt: skip
 
 
 def seen(rows: list[dict]) -> dict:
@@ -244,27 +362,6 @@ def fp32():
     check("16 greedy answers are those of the CPU", answers[DEVICE] == answers["cpu"])
 
 
-def default_task():
-    """What a user gets on a GPU: bfloat16, compiled, CUDA graphs, FSDP on one rank."""
-    iterations = int(OPTIONS.get("iterations", 20))
-    compiled = OPTIONS.get("compile", COMPILED)
-    name = "-".join(["default", *OPTIONS.values()])
-    flags = small(iterations=2, samples=8) if TINY else ["--num-iterations", iterations]
-    start = time.perf_counter()
-    process = start_script(name, *flags, "--save-every", 0, "--dtype", "bfloat16", "--compile", compiled)
-    if not ends_well("the default task", process):
-        return
-    rows, whole = metrics(name), summary(name)
-    report(**seen(rows), eval_before=whole["eval_before"], eval_after=whole["eval_after"],
-           process_s=round(time.perf_counter() - start, 1))  # fmt: skip
-    check("the first ratio is exactly 1 in every iteration", all(row["ratio/first_dev"] == 0 for row in rows))
-    check("sampler and trainer within 0.05", seen(rows)["worst_sampler_diff"] < 0.05)
-    if iterations > 100 and not TINY:
-        check("the task is learned", whole["eval_after"]["greedy_accuracy"] > 0.9)
-    else:
-        check("the reward rises", TINY or rows[-1]["objective/reward"] > rows[0]["objective/reward"] + 0.05)
-
-
 def graphs():
     """The same rollouts by compiled steps and by CUDA graphs, sampled and greedy, before and after new weights."""
     ppo = script()
@@ -299,10 +396,10 @@ def graphs():
 
 def attention():
     """Which attention kernels run, by their names: in training, forward and backward, and in decode steps."""
-    ppo, shape = script(), SHAPE | dict(num_hidden_layers=1, vocab_size=512)
+    ppo, shape = script(), SHAPE | dict(num_hidden_layers=1)
     for dtype in ("bfloat16", "float32"):
         actor, _ = random_actor(ppo, shape, dtype, "off")
-        experience = one_microbatch(ppo, 512, 200 if TINY else 4096)[0]
+        experience = some_samples(200 if TINY else 4096)[0]
         mb = experience.microbatch(torch.arange(len(experience.tokens)), DEVICE)
         training = kernels(lambda: actor.sampled_logprobs(mb, 1.0)[0].sum().backward())
         decoder = full_decoder(ppo, random_sampler(ppo, shape, dtype, 0.02), 4 if TINY else 64, "off")
@@ -317,36 +414,21 @@ def attention():
             check("decode steps use memory-efficient attention", "fmha" in names["decode"])
 
 
-def resume():
-    """Killed after a checkpoint and resumed, a run ends as if it had not been."""
-    flags = [*small(iterations=6, samples=64), "--save-every", 2, "--compile", "off", "--dtype", "bfloat16"]
-    if not ends_well("a whole run", start_script("whole", *flags)):
-        return
-    process = start_script("killed", *flags)
-    while not (RUNS / "killed" / "checkpoints" / "iter_000002").exists() and process.poll() is None:
-        time.sleep(0.05)
-    process.kill()
-    process.communicate()
-    logged = len(metrics("killed"))
-    if ends_well("the resumed run", start_script("killed", *flags, "--resume", "auto"), logged_before=logged):
-        worst = largest_difference(metrics("killed"), metrics("whole"))
-        check("a killed run ends like a whole one", worst["worst"] < 1e-6, **worst)
-
-
 def two_ranks():
     """Two ranks on one GPU, which NCCL allows if it takes them for two hosts: its collectives, over sockets."""
-    compiled = OPTIONS.get("compile", "off")
-    flags = [*small(iterations=2, samples=64), "--save-every", 2, "--compile", compiled, "--dtype", "float32"]
-    name = f"two-{compiled}"
+    sizes = (2, 8) if TINY else (10, 64)
+    flags = ["--num-iterations", 2, "--sft-steps", sizes[0], "--rollout-batch-size", sizes[1], "--train-batch-size",
+             sizes[1] // 2, "--eval-episodes", sizes[1], "--save-every", 2, "--compile", COMPILED, "--dtype",
+             "float32"]  # fmt: skip
     network = dict(
-        WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29517 + len(name)),
+        WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29517",
         NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket",
         NCCL_DEBUG="WARN")  # fmt: skip
-    alone = start_script(f"alone-{compiled}", *flags)
-    ranks = [start_script(name, *flags, RANK=str(i), NCCL_HOSTID=f"host{i}", **network) for i in range(2)]
+    alone = start_script("alone", *flags)
+    ranks = [start_script("two", *flags, RANK=str(i), NCCL_HOSTID=f"host{i}", **network) for i in range(2)]
     if ends_well("two ranks", *ranks) and ends_well("one rank", alone):
-        rows = metrics(name)
-        worst = largest_difference(rows[:1], metrics(f"alone-{compiled}")[:1])
+        rows = metrics("two")
+        worst = largest_difference(rows[:1], metrics("alone")[:1])
         check("two ranks have the metrics of one, within 1e-3", worst["worst"] < 1e-3, **worst)
         report(**seen(rows))
 
@@ -387,8 +469,8 @@ def random_actor(ppo, shape: dict, dtype: str, compiled: str):
 
 @torch.no_grad()
 def full_decoder(ppo, sampler, rows: int, compiled: str):
-    """A decoder whose rows all decode, after prompts of 128 tokens (tiny: 8) with random keys and values."""
-    prompt, new = (8, 152) if TINY else (128, 384)
+    """A decoder whose rows all decode, after CONTEXT tokens with random keys and values."""
+    prompt, new = CONTEXT, 152 if TINY else 128
     decoder = ppo.Decoder(sampler, rows, [sampler.config.vocab_size], ppo.Args(
         compile=compiled, max_prompt_tokens=prompt, max_new_tokens=new))  # fmt: skip
     for layer in decoder.cache.layers:
@@ -412,7 +494,7 @@ def decode():
     weights = sum(p.nbytes for p in sampler.parameters())
     bandwidth = 1e9 * measured("copy_gb_per_s", 3000)
     for compiled in OPTIONS.get("compile", COMPILED).split("/"):
-        for rows in map(int, OPTIONS.get("rows", "4" if TINY else "256/64").split("/")):
+        for rows in map(int, OPTIONS["rows"].split("/")) if "rows" in OPTIONS else ROWS:
             decoder = full_decoder(ppo, sampler, rows, compiled)
             used = int(decoder.length[0])
             least = (weights + sum(x[:, :, :used].nbytes for layer in decoder.cache.layers for x in layer)) / bandwidth
@@ -425,28 +507,28 @@ def decode():
                     decoder.step(attend)
 
             first = seconds(block)
-            blocks = int(OPTIONS.get("blocks", 2 if TINY or compiled == "off" else 24))
+            blocks = int(OPTIONS.get("blocks", 2 if TINY or compiled == "off" else 8))
             times = [1e3 * seconds(block) / decoder.steps for _ in range(blocks)]
             took = statistics.median(times)
-            report(rows=rows, compile=compiled, ms_a_step=round(took, 3), ms_least_seen=round(min(times), 3),
-                   floor_ms=round(1e3 * least, 3), of_floor=round(1e3 * least / took, 3), first_s=round(first, 1),
+            report(rows=rows, compile=compiled, context=used, ms_a_step=short(took), ms_least_seen=short(min(times)),
+                   floor_ms=short(1e3 * least), of_floor=short(1e3 * least / took), first_s=round(first, 1),
                    graphs=len(decoder.graphs), **host_waits(block), **memory())  # fmt: skip
             profile(f"{decoder.steps} decode steps, {rows} rows, compile {compiled}", block)
 
 
-def one_microbatch(ppo, vocab: int, tokens: int):
+def some_samples(tokens: int):
     """An Experience of samples with log-normal lengths, about `tokens` in all; its tokens, and those sampled."""
-    prompt, mean, longest = (8, 16, 64) if TINY else (128, 256, 2048)
+    ppo, (prompt, mean, longest) = script(), (8, 16, 64) if TINY else (128, 256, 1024)
     lengths = []
     for length in common.forced_lengths("log-normal", 4096, mean, longest):
         if sum(lengths) + prompt + length > tokens:
             break
         lengths.append(prompt + length)
-    lengths = torch.tensor(sorted(lengths, reverse=True))
+    lengths = torch.tensor(lengths)
     place = torch.arange(int(lengths.max())).expand(len(lengths), -1)  # [N, T]
     mask = (place >= prompt) & (place < lengths[:, None])
     torch.manual_seed(0)
-    ids, zeros = torch.randint(3, vocab, mask.shape), torch.zeros(mask.shape)
+    ids, zeros = torch.randint(3, VOCAB, mask.shape), torch.zeros(mask.shape)
     return ppo.Experience(ids, mask, zeros, zeros, lengths), int(lengths.sum()), int(mask.sum())
 
 
@@ -459,37 +541,39 @@ def step_flops(config, tokens: int, sampled: int) -> tuple[float, float]:
 
 
 def update():
-    """Forward and backward of a microbatch, on one rank, in bfloat16, and an optimizer step."""
+    """A minibatch, forward and backward, in microbatches as the script cuts them, and an optimizer step."""
     ppo, peak = script(), 1e12 * measured("bf16_tflops", 700)
-    for compiled in OPTIONS.get("compile", COMPILED).split("/"):
+    compiled = OPTIONS.get("compile", COMPILED)
+    actor, args = random_actor(ppo, SHAPE, "bfloat16", compiled)
+    optimizer = ppo.make_optimizer(actor)
+    experience, tokens, sampled = some_samples(600 if TINY else 65536)
+    everything = torch.arange(len(experience.tokens))
+    for budget in map(int, OPTIONS.get("tokens", "200" if TINY else "4096/16384/32768").split("/")):
         if GPU:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        actor, args = random_actor(ppo, SHAPE, "bfloat16", compiled)
-        optimizer = ppo.make_optimizer(actor)
-        for budget in map(int, OPTIONS.get("tokens", "200" if TINY else "4096/16384").split("/")):
-            experience, tokens, sampled = one_microbatch(ppo, SHAPE["vocab_size"], budget)
-            mb = experience.microbatch(torch.arange(len(experience.tokens)), DEVICE)
+        parts = ppo.microbatches(everything, experience.lengths, budget)
+        minibatch = [experience.microbatch(part, DEVICE) for part in parts]
 
-            def both():
-                """As the actor's epochs do it."""
+        def both():
+            """As the actor's epochs do it."""
+            for mb in minibatch:
                 logprobs, entropies = actor.sampled_logprobs(mb, 1.0)
                 old, mask = logprobs.detach(), mb.mask
                 loss, _ = ppo.policy_loss(logprobs, old, mask.float(), mask, 0.2, 0.2, None, sampled)
                 (loss - 0.0 * entropies.sum()).backward()
 
-            first = seconds(both)
-            times = [seconds(both) for _ in range(2 if TINY else 5)]
-            took, flops = statistics.median(times), sum(step_flops(actor.config, tokens, sampled))
-            report(compile=compiled, tokens=tokens, samples=len(mb.tokens), sampled=sampled, ms=round(1e3 * took, 2),
-                   ms_least=round(1e3 * min(times), 2), first_s=round(first, 1), tflops=round(flops / took / 1e12, 1),
-                   of_peak=round(flops / took / peak, 3), **host_waits(both), **memory())  # fmt: skip
-        profile(f"update, {tokens} tokens, compile {compiled}", both)
-        steps = []
-        for _ in range(3):
-            both()
-            steps.append(seconds(lambda: ppo.optimizer_step(actor, optimizer, 1e-6, args)))
-        report(compile=compiled, optimizer_step_ms=round(1e3 * min(steps), 2), **memory())
+        first = seconds(both)
+        took, flops = median(both), sum(step_flops(actor.config, tokens, sampled))
+        report(compile=compiled, tokens=tokens, sampled=sampled, budget=budget, microbatches=len(parts),
+               ms=short(1e3 * took), first_s=round(first, 1), tflops=short(flops / took / 1e12),
+               of_peak=short(flops / took / peak), **host_waits(both), **memory())  # fmt: skip
+    profile(f"update, {tokens} tokens in {len(parts)} microbatches, compile {compiled}", both)
+    steps = []
+    for _ in range(3):
+        both()
+        steps.append(seconds(lambda: ppo.optimizer_step(actor, optimizer, 1e-6, args)))
+    report(compile=compiled, optimizer_step_ms=short(1e3 * min(steps)), **memory())
 
 
 def write() -> str:
@@ -508,20 +592,21 @@ NO_EVALUATION = dict(accuracy=0.0, greedy_accuracy=0.0, reward=0.0)
 
 
 def iteration():
-    """Whole iterations with realistic lengths: seconds by phase, share of the card's rate, memory."""
+    """Whole iterations of 1024 samples in 256 or more rows: seconds by phase, share of the card's rate, memory."""
     ppo = script()
-    samples, mean, prompt = (8, 4, 8) if TINY else (int(OPTIONS.get("samples", 512)), 256, 128)
+    samples, mean, prompt = (8, 4, 8) if TINY else (1024, 128, 128)
+    slots = int(OPTIONS.get("rows", 256))
     lengths = common.forced_lengths("log-normal", samples, mean, 8 * mean)
     common.gym.register("Bench-v0", entry_point=common.Prompts)
     prompts = common.random_prompts(common.character_tokenizer(SHAPE["vocab_size"]), samples // 4, prompt)
-    model, name, start = write(), f"iteration-{DEVICE}-{ppo.__name__}", time.perf_counter()
+    model, name, start = write(), f"iteration-{DEVICE}-{ppo.__name__}-{slots}", time.perf_counter()
     with common.forced(ppo, lengths), mock.patch.object(ppo, "evaluate", lambda *rest: NO_EVALUATION), \
          mock.patch.object(ppo, "save_hf_checkpoint"):  # fmt: skip
         ppo.train(ppo.Args(
             model=model, env_id="Bench-v0", env_kwargs=json.dumps({"prompts": prompts}), log_dir=str(RUNS),
-            run_name=name, save_every=0, num_iterations=2 if TINY else 3, rollout_batch_size=samples // 4,
-            n_samples_per_prompt=4, rollout_slots=256, train_batch_size=samples // 4, ppo_epochs=1,
-            micro_batch_tokens=int(OPTIONS.get("micro", 16384)), max_prompt_tokens=prompt, max_new_tokens=8 * mean,
+            run_name=name, save_every=0, num_iterations=2, rollout_batch_size=samples // 4,
+            n_samples_per_prompt=4, rollout_slots=slots, train_batch_size=samples // 4, ppo_epochs=1,
+            micro_batch_tokens=int(OPTIONS.get("micro", 32768)), max_prompt_tokens=prompt, max_new_tokens=8 * mean,
             eval_episodes=1, device=DEVICE, compile=OPTIONS.get("compile", COMPILED), dtype="bfloat16"))  # fmt: skip
     rows = metrics(name)
     last, peak = rows[-1], 1e12 * measured("bf16_tflops", 700)
@@ -530,59 +615,10 @@ def iteration():
     updates = last["time/actor"] + last["time/critic"]
     check("the first ratio is exactly 1", rows[0]["ratio/first_dev"] == 0)
     report(**seen(rows), iterations=[round(row["time/iteration"], 2) for row in rows], samples=samples, tokens=tokens,
-           sampled=sampled, updates_of_peak=round((2 * blocks + head) / updates / peak, 3),
-           scoring_of_peak=round((blocks + head / 2) / last["time/score"] / peak, 3),
-           rollout_tokens_per_s=round(sampled / last["time/rollout"]),
+           sampled=sampled, updates_of_peak=short((2 * blocks + head) / updates / peak),
+           scoring_of_peak=short((blocks + head / 2) / last["time/score"] / peak),
+           rollout_tokens_per_s=short(sampled / last["time/rollout"]),
            process_s=round(time.perf_counter() - start, 1))  # fmt: skip
-
-
-# --- A real checkpoint, and TRL
-
-
-def sums():
-    """SmolLM2 learns sums of one digit, as in benchmarks/learning_real.py: 28 iterations of 32 samples."""
-    dtype, folder = OPTIONS.get("dtype", "bfloat16"), WORK / "SmolLM2"
-    name, samples, start = f"sums-{dtype}", 4 if TINY else 32, time.perf_counter()
-    process = start_script(
-        name, "--model", write() if TINY else folder, "--env-id", "benchmarks.tasks:Sums-v0", "--eval-env-kwargs",
-        '{"split": "test"}', "--eval-episodes", 4 if TINY else 100, "--num-iterations", 2 if TINY else 28,
-        "--rollout-batch-size", samples, "--train-batch-size", samples // 2, "--max-prompt-tokens", 64,
-        "--max-new-tokens", 12, "--save-every", 0, "--compile", "off", "--dtype", dtype)  # fmt: skip
-    if ends_well("SmolLM2", process):
-        before, after = summary(name)["eval_before"], summary(name)["eval_after"]
-        report(eval_before=before, eval_after=after, **seen(metrics(name)),
-               process_s=round(time.perf_counter() - start, 1))  # fmt: skip
-        check("SmolLM2 learns sums", TINY or after["accuracy"] > before["accuracy"] + 0.2)
-
-
-def trl():
-    """One side of benchmarks/ppo_update.py on this device: side=ours or side=TRL."""
-    import ppo_update  # needs trl, datasets, psutil
-
-    ppo = ppo_update.ppo_llm
-    common.gym.register("Even-v0", entry_point=ppo_update.Even)
-    of_ours, of_trl = ppo.Args, ppo_update.PPOConfig
-
-    def config(**flags):
-        return of_trl(**flags | dict(use_cpu=DEVICE == "cpu"))
-
-    class ForcedLengths(ppo_update.ForcedLengths):
-        def __call__(self, ids, scores):
-            self.lengths = self.lengths.to(scores.device)
-            return super().__call__(ids, scores)
-
-    config.cliprange = of_trl.cliprange
-    samples, mean, longest = (8, 4, 8) if TINY else (32, 96, 256)
-    prompts = common.random_prompts(common.character_tokenizer(SHAPE["vocab_size"]), samples, 32)
-    settings = dict(folder=write(), prompts=prompts, dtype="bfloat16", minibatches=2, epochs=2, mean=mean,
-                    longest=longest)  # fmt: skip
-    clock = types.SimpleNamespace(perf_counter=lambda: (synchronize(), time.perf_counter())[1])
-    args = lambda **flags: of_ours(**flags | dict(device=DEVICE, micro_batch_tokens=16384))
-    with mock.patch.multiple(ppo, Args=args, evaluate=lambda *rest: NO_EVALUATION), \
-         mock.patch.multiple(ppo_update, PPOConfig=config, ForcedLengths=ForcedLengths, time=clock):  # fmt: skip
-        found = ppo_update.one_run(settings, OPTIONS["side"])
-    found.pop("bytes")
-    report(samples=samples, **{key: round(value, 4) for key, value in found.items()}, **memory())
 
 
 def main():
