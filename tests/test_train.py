@@ -254,13 +254,13 @@ def test_entropy_bonus_raises_entropy(run):
     assert after["actor/entropy"] > before["actor/entropy"] + 0.05
 
 
-@pytest.mark.parametrize(("coefficient", "skipped"), [(0.0, 0), (0.01, 1)])
-def test_an_entropy_without_a_coefficient_is_not_in_the_loss(ppo, tmp_path, coefficient, skipped):
+def test_an_entropy_without_a_coefficient_is_not_in_the_loss(ppo, tmp_path):
     """So one that is NaN, as after a truncation that makes logits -inf, does no harm."""
     spoiled = changed(ppo.chunk_logprobs, lambda outputs: (outputs[0], outputs[1] * math.nan))
     with mock.patch.object(ppo, "chunk_logprobs", spoiled):
-        seen = record(ppo, tmp_path, entropy_coef=coefficient)
-    assert [row["actor/skipped"] for row in seen.rows] == [skipped] * 2 and "actor/entropy" not in seen.rows[0]
+        seen = record(ppo, tmp_path)
+    assert [row["actor/skipped"] for row in seen.rows] == [0, 0]
+    assert "actor/entropy" not in seen.rows[0]  # which is not finite
 
 
 def test_a_fork_may_train_on_no_sample_and_the_log_is_of_all(ppo, tmp_path):
@@ -303,11 +303,11 @@ def test_prompts_run_on_and_evaluation_is_on_held_out_ones_at_temperature_one(ru
 
 @pytest.mark.both
 def test_evaluations_on_the_way_are_logged_and_change_nothing(run):
-    plain, seen = (run(num_iterations=5, eval_every=n, env_id="environments:TwoTurns-v0") for n in (0, 2))
-    assert len(plain.evaluations) == 2 * 2 and len(seen.evaluations) == 2 * 4  # sampled and greedy
+    plain, seen = (run(num_iterations=3, eval_every=n, env_id="environments:TwoTurns-v0") for n in (0, 2))
+    assert len(plain.evaluations) == 2 * 2 and len(seen.evaluations) == 2 * 3  # sampled and greedy
     evaluated = {row["iteration"]: row["eval/reward"] for row in seen.rows if "eval/reward" in row}
     rewards = [sum(sum(episode.rewards) for episode in episodes) / 2 for episodes, _ in seen.evaluations[::2]]
-    assert evaluated == {2: rewards[1], 4: rewards[2]}
+    assert evaluated == {2: rewards[1]}
     for row in seen.rows:  # the evaluation is no part of the seconds
         phases = [row.pop(f"time/{phase}") for phase in ("rollout", "score", "critic", "actor", "hand_over")]
         assert row.pop("time/iteration") == pytest.approx(sum(phases)) and "time/" not in str(row)
@@ -316,12 +316,6 @@ def test_evaluations_on_the_way_are_logged_and_change_nothing(run):
     assert torch.equal(weights(seen.models["actor"]), weights(plain.models["actor"]))
     for i, name in (0, "eval_before"), (-1, "eval_after"):
         assert seen.summary[name] == plain.summary[name] and seen.summary[name]["reward"] == rewards[i]
-
-
-def test_warm_start_teaches_the_demonstrations_and_their_end(run):
-    before, after = (run(num_iterations=1, actor_lr=3e-3, sft_steps=n).evaluations[1][0] for n in (0, 60))  # greedy
-    assert {(episode.conversation[1]["content"], episode.stop) for episode in after} == {("fab", "terminated")}
-    assert "fab" not in {episode.conversation[1]["content"] for episode in before}
 
 
 def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_reference(ppo, tmp_path):
