@@ -176,9 +176,8 @@ def test_kill_9(ppo, tmp_path, function, number, saved):
     assert_same(tmp_path / "whole", tmp_path / "run")
 
 
-@pytest.mark.parametrize("fault", [False, True])
-def test_moments_are_resumed(ppo, whole, tmp_path, fault):
-    """All of them, as they are in the checkpoint. A run that goes on from moments of zero is another."""
+def test_moments_are_resumed(ppo, whole, tmp_path):
+    """All of them, as they are in the checkpoint."""
     path, resume = whole / "checkpoints" / "iter_000002", ppo.resume
     saved, expected = tensors_of(path), tensors_of(whole / "model")
 
@@ -190,14 +189,12 @@ def test_moments_are_resumed(ppo, whole, tmp_path, fault):
                 moments = optimizer.state[p]
                 assert moments["step"] == 8 and moments["exp_avg"].any() and moments["exp_avg_sq"].any()
                 assert all(torch.equal(x, saved[f"{key}.{name}.{kind}"]) for kind, x in moments.items())
-                if fault:
-                    moments["exp_avg"].zero_()
         return state
 
     no_warm_start = mock.patch.object(ppo, "warm_start", side_effect=AssertionError)  # a second one
     with no_warm_start, mock.patch.object(ppo, "resume", resume_and_look):
         resumed = tensors_of(train(ppo, tmp_path, resume=str(path)) / "model")
-    assert all(torch.equal(x, expected[name]) for name, x in resumed.items()) != fault
+    assert all(torch.equal(x, expected[name]) for name, x in resumed.items())
 
 
 def test_a_checkpoint_holds_tensors_and_json_without_pickle(whole):

@@ -7,7 +7,8 @@ import pytest
 import safetensors.torch
 import tokenizers
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from test_rollout import make_model
+from transformers import PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.shared
 
@@ -132,9 +133,7 @@ def test_a_template_that_fails_is_an_error(ppo, tmp_path, template):
 
 def random_model(ppo, head="lm", kind="llama", **changes):
     """Every parameter random, norms and biases too: a part that is left out then shows."""
-    shape = {"vocab_size": 110, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    model = ppo.Transformer(ppo.check_config(AutoConfig.for_model(kind, **shape | changes)), head)
+    model = make_model(ppo, 110, kind, head, **dict(tie_word_embeddings=False) | changes)
     for p in model.parameters():
         torch.nn.init.normal_(p, mean=float(p.ndim == 1), std=0.3)
     return model
@@ -269,16 +268,6 @@ def test_weights_are_read_from_the_files_that_the_checkpoint_names(ppo, tmp_path
     assert torch.equal(ppo.load_hf_checkpoint(tmp_path, head)[0](tokens), model(tokens))
     (tmp_path / WEIGHTS).unlink()
     assert ppo.load_hf_checkpoint(tmp_path, head)[0](tokens).abs().max() == 0
-    parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    weight_map = {name: parts[i % 2] for i, name in enumerate(state)}
-    for part in parts:  # each has all names, and the values of those that the index takes from it
-        content = {name: x if weight_map[name] == part else zeros[name] for name, x in state.items()}
-        safetensors.torch.save_file(content, tmp_path / part)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert torch.equal(ppo.load_hf_checkpoint(tmp_path, head)[0](tokens), model(tokens))
-    (tmp_path / parts[1]).unlink()
-    with pytest.raises(ppo.UserError, match=parts[1]):
-        ppo.load_hf_checkpoint(tmp_path, head)
 
 
 def test_a_head_that_is_not_the_tied_embedding_is_refused(ppo, tmp_path):

@@ -284,7 +284,6 @@ def test_reference_starts_as_the_actor_and_becomes_it_when_asked(run):
     assert without.models["reference"] is None and not any("objective/kl" in row for row in without.rows)
 
 
-@pytest.mark.both
 def test_prompts_run_on_and_evaluation_is_on_held_out_ones_at_temperature_one(run):
     flags = dict(n_samples_per_prompt=2, rollout_batch_size=4, env_id="SortDigits-v0", eval_episodes=9, temperature=0.5)
     seen, other = run(**flags), run(**flags, seed=2)
@@ -301,7 +300,6 @@ def test_prompts_run_on_and_evaluation_is_on_held_out_ones_at_temperature_one(ru
     assert [args.temperature for _, args in seen.evaluations] == [1.0, 0.0] * 2  # 0 is greedy
 
 
-@pytest.mark.both
 def test_evaluations_on_the_way_are_logged_and_change_nothing(run):
     plain, seen = (run(num_iterations=3, eval_every=n, env_id="environments:TwoTurns-v0") for n in (0, 2))
     assert len(plain.evaluations) == 2 * 2 and len(seen.evaluations) == 2 * 3  # sampled and greedy
@@ -443,8 +441,8 @@ def test_weights_and_biases_gets_flags_and_what_tensorboard_gets(ppo, tmp_path):
     """By its own name only, in rank 0, and the run that is resumed is the same. Tried with wandb offline."""
     wandb = mock.Mock()
     with mock.patch.dict(sys.modules, wandb=wandb):
-        record(ppo, tmp_path, track=True, wandb_project="sums", save_every=1)
-        record(ppo, tmp_path, track=True, wandb_project="sums", resume="auto", num_iterations=3)
+        for more in dict(save_every=1, num_iterations=1), dict(resume="auto"):
+            record(ppo, tmp_path, track=True, wandb_project="sums", **more)
     first, again = (call.kwargs for call in wandb.init.call_args_list)
     assert first["config"]["train_batch_size"] == SMALL["train_batch_size"] and first["sync_tensorboard"]
     assert (first["project"], first["id"], first["resume"]) == ("sums", "run", "never")
