@@ -172,17 +172,14 @@ def draws(ppo, seed=1, iteration=0, first=0, padding=0):
     return (torch.tensor(PROBABILITIES).log() + noise).argmax(-1).view(256, 200)
 
 
-def test_draws_follow_the_distribution_and_are_independent_of_neighbours(ppo):
-    x, p = draws(ppo), torch.tensor(PROBABILITIES)
-    pairs = [(x.flatten(), p)]  # then pairs of draws some samples and indices apart, and the product of distributions
-    x, p = x.clamp(max=8), torch.tensor([*PROBABILITIES[:8], sum(PROBABILITIES[8:])])  # the four rarest together
-    for i, j in ((0, 1), (1, 0), (1, 1), (1, -1), (2, 0), (0, 2)):
-        first, second = x[: 256 - i, max(0, -j) : 200 - max(0, j)], x[i:, max(0, j) : 200 - max(0, -j)]
-        pairs.append(((first * 9 + second).flatten(), (p[:, None] * p).flatten()))
-    for symbols, probabilities in pairs:
-        expected, degrees = len(symbols) * probabilities, len(probabilities) - 1
-        chi_square = ((symbols.bincount(minlength=degrees + 1) - expected).square() / expected).sum()
-        assert abs(float(chi_square) - degrees) < 4 * math.sqrt(2 * degrees)
+def assert_chi_square(symbols, probabilities):
+    expected, degrees = len(symbols) * probabilities, len(probabilities) - 1
+    chi_square = ((symbols.bincount(minlength=degrees + 1) - expected).square() / expected).sum()
+    assert abs(float(chi_square) - degrees) < 4 * math.sqrt(2 * degrees)
+
+
+def test_draws_follow_the_distribution(ppo):
+    assert_chi_square(draws(ppo).flatten(), torch.tensor(PROBABILITIES))
 
 
 def test_noise_depends_on_sample_iteration_and_seed_but_not_on_the_size_of_the_vocabulary(ppo):
@@ -213,9 +210,7 @@ def test_noise_is_uncorrelated_over_samples_tokens_and_ids(ppo):
     cells = (torch.exp(-torch.exp(-noise)) * 16).long().clamp(max=15)
     for i, j, k in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1), (0, 2, 0), (0, 0, 16)):
         pairs = cells[i:, j:, k:] * 16 + cells[: 32 - i, : 32 - j, : 1024 - k]
-        expected = pairs.numel() / 256
-        chi_square = ((pairs.flatten().bincount(minlength=256) - expected).square() / expected).sum()
-        assert abs(float(chi_square) - 255) < 4 * math.sqrt(2 * 255)
+        assert_chi_square(pairs.flatten(), torch.full((256,), 1 / 256))
     key, index = ppo.sample_keys(1, 0, [0]), torch.arange(2**16)
     token_keys, order = ppo.hash32(ppo.hash32(key ^ 0x5851F42D) ^ index.int()).sort()
     near = int((token_keys[1:] ^ token_keys[:-1]).abs().argmin())  # far less than 1024 apart
