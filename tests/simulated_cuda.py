@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from functools import partial, partialmethod, wraps
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -57,7 +58,8 @@ static impl::DeviceGuardImplRegistrar guard(DeviceType::CUDA, new Guard());
 namespace at { C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, ::Hooks) }
 """
 root = Path(importlib.util.find_spec("torch").origin).parent
-library = Path(__file__).parent / "__pycache__" / f"device_{importlib.metadata.version('torch')}.so"
+torch_of_library = f"{root} {importlib.metadata.version('torch')}"
+library = Path(__file__).parent / "__pycache__" / f"device_{zlib.crc32(torch_of_library.encode()):x}.so"
 if not library.exists() or library.stat().st_mtime < Path(__file__).stat().st_mtime:
     library.parent.mkdir(exist_ok=True)
     new = library.with_suffix(f".{os.getpid()}")  # others may compile it at the same time
