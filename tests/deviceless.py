@@ -6,8 +6,7 @@ launches are recorded but not made. For the CPU build of PyTorch 2.13 and `pip i
 simulated: the choice among the configurations of a kernel (the interpreter takes the first, all are compiled), the
 GPU's rounding, and matrix products and attention, which are the CPU's.
 
-`python deviceless.py OUT '[[FUNCTION, ARGUMENT, ...], ...]'` saves what these functions of test_triton.py return, and
-what was compiled for each."""
+`python deviceless.py OUT FUNCTION ARGUMENTS` saves what a function of test_triton.py returns, and what was compiled."""
 
 # ruff: noqa: E402, I001  # triton comes before simulated_cuda, which hides it otherwise, and that before torch
 import functools
@@ -153,18 +152,13 @@ def stack(kernel):
 def main():
     if sys.argv[2].endswith(".py"):
         return simulated_cuda.main()
-    out, calls = sys.argv[1:]
-    results, counters = [], torch._dynamo.utils.counters
-    for function, *arguments in json.loads(calls):
-        torch._dynamo.reset()
-        counters.clear()
-        launches.clear()
-        result = getattr(__import__("test_triton"), function)(*arguments)
-        seen = {"graphs": counters["stats"]["unique_graphs"], "breaks": list(counters["graph_break"])}
-        seen |= {"launches": len(launches), "bytes": sum(size for _, size in launches)}
-        seen["stack"] = 0 if INTERPRET else max(stack(kernel) for kernel, _ in launches)
-        results.append((result, seen))
-    torch.save(results, out)
+    out, function, arguments = sys.argv[1:]
+    result = getattr(__import__("test_triton"), function)(*json.loads(arguments))
+    counters = torch._dynamo.utils.counters
+    seen = {"graphs": counters["stats"]["unique_graphs"], "breaks": list(counters["graph_break"])}
+    seen |= {"launches": len(launches), "bytes": sum(size for _, size in launches)}
+    seen["stack"] = 0 if INTERPRET else max(stack(kernel) for kernel, _ in launches)
+    torch.save((result, seen), out)
 
 
 if __name__ == "__main__":

@@ -72,28 +72,27 @@ def update(script, device, microbatches, dtype="float32", layers=1, size=SIZE, c
     return results
 
 
-def deviceless(folder, *calls):
-    """[(result, what was compiled)] of calls (function of this module, argument, ...) with Triton.
-
-    In a process of its own, since deviceless.py changes PyTorch.
-    """
-    code, output = finish(start([sys.executable, DEVICELESS, "results.pt", json.dumps(calls)], folder), timeout=600)
+def deviceless(folder, function, *args):
+    """`function` of this module with Triton; in a process of its own, since deviceless.py changes PyTorch."""
+    command = [sys.executable, DEVICELESS, "result.pt", function, json.dumps(args)]
+    code, output = finish(start(command, folder), timeout=600)
     assert code == 0, output
-    return torch.load(folder / "results.pt")
+    return torch.load(folder / "result.pt")
 
 
-def test_updates_and_decode_steps(ppo, tmp_path):
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-5), ("bfloat16", 0.1)])
+def test_updates(ppo, tmp_path, dtype, rounding):
     """In bfloat16 attention is packed, on the CPU padded."""
-    script, rounding = ppo.__name__, {"float32": 1e-5, "bfloat16": 0.1}
-    updates = [("update", script, "cuda", SHAPES[:3], dtype) for dtype in rounding]
-    *updated, decoded = deviceless(tmp_path, *updates, ("decode", script, "cuda"))
-    for (ours, seen), dtype in zip(updated, rounding, strict=True):
-        assert seen["launches"]
-        for x, expected in zip(ours, update(script, "cpu", SHAPES[:3], dtype), strict=True):
-            assert (x - expected).abs().max() < rounding[dtype] * expected.abs().max()
-    (tokens, logprobs), seen = decoded
-    same_tokens, same_logprobs = decode(script, "cpu")
-    assert seen["launches"] and torch.equal(tokens, same_tokens)
+    ours, seen = deviceless(tmp_path, "update", ppo.__name__, "cuda", SHAPES[:3], dtype)
+    assert seen["launches"]
+    for x, expected in zip(ours, update(ppo.__name__, "cpu", SHAPES[:3], dtype), strict=True):
+        assert (x - expected).abs().max() < rounding * expected.abs().max()
+
+
+def test_decode_steps(ppo, tmp_path):
+    (tokens, logprobs), seen = deviceless(tmp_path, "decode", ppo.__name__, "cuda")
+    same_tokens, same_logprobs = decode(ppo.__name__, "cpu")
+    assert seen["launches"] > 0 and torch.equal(tokens, same_tokens)
     assert logprobs.min() < 0 and (logprobs - same_logprobs).abs().max() < 1e-5
 
 
@@ -116,18 +115,18 @@ def test_an_iteration_of_a_sharded_rank(ppo, tmp_path):
 
 @pytest.mark.parametrize(("arch", "shapes", "graphs", "stack"), [(90, SHAPES, 7, 32), (80, SHAPES[:1], 2, 40)])
 def test_kernels_compile(ppo, tmp_path, monkeypatch, arch, shapes, graphs, stack):
-    """All configurations, in one piece and without spilling: only sines and cosines take that much stack.
-
-    The head keeps no logits in float32: each of its two forward passes reads them three times, the backward pass reads
-    them twice and writes them, all in two bytes a logit.
-    """
+    """All configurations, in one piece and without spilling: only sines and cosines take that much stack."""
     monkeypatch.setenv("ARCH", str(arch))
-    script, of_head = ppo.__name__, ([[301]], "bfloat16", 0, (64, 96, 4, 2, 5000))
-    (_, of_update), (_, of_decode), (_, of_head) = deviceless(
-        tmp_path, ("update", script, "cuda", shapes, "bfloat16", 2, SIZE, True),
-        ("decode", script, "cuda", "bfloat16"), ("update", script, "cuda", *of_head))  # fmt: skip
+    _, of_update = deviceless(tmp_path, "update", ppo.__name__, "cuda", shapes, "bfloat16", 2, SIZE, True)
+    _, of_decode = deviceless(tmp_path, "decode", ppo.__name__, "cuda", "bfloat16")
     assert of_update["graphs"] <= graphs and of_decode["graphs"] == 1
     for seen in of_update, of_decode:
         assert not seen["breaks"] and seen["stack"] <= stack
+
+
+def test_the_head_keeps_no_logits_in_float32(ppo, tmp_path, monkeypatch):
+    """Three reads in each of two forward passes, two and a write in the backward pass, all in two bytes a logit."""
+    monkeypatch.setenv("ARCH", "90")
+    _, seen = deviceless(tmp_path, "update", ppo.__name__, "cuda", [[301]], "bfloat16", 0, (64, 96, 4, 2, 5000))
     of_weights = 3 * 6 * 64 * 5000  # to bfloat16 in the forward passes, the gradient to float32
-    assert of_head["bytes"] < (18 + 1) * 300 * 5000 + of_weights
+    assert seen["bytes"] < (18 + 1) * 300 * 5000 + of_weights
