@@ -9,13 +9,12 @@ in), Triton (torch.compile only traces; see deviceless.py)."""
 import collections
 import contextlib
 import ctypes
-import importlib.metadata
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-import zlib
+import tempfile
 from functools import partial, partialmethod, wraps
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -57,17 +56,12 @@ struct Hooks : at::CUDAHooksInterface {
 static impl::DeviceGuardImplRegistrar guard(DeviceType::CUDA, new Guard());
 namespace at { C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, ::Hooks) }
 """
-root = Path(importlib.util.find_spec("torch").origin).parent
-torch_of_library = f"{root} {importlib.metadata.version('torch')}"
-library = Path(__file__).parent / "__pycache__" / f"device_{zlib.crc32(torch_of_library.encode()):x}.so"
-if not library.exists() or library.stat().st_mtime < Path(__file__).stat().st_mtime:
-    library.parent.mkdir(exist_ok=True)
-    new = library.with_suffix(f".{os.getpid()}")  # others may compile it at the same time
+with tempfile.TemporaryDirectory() as folder:
+    library, root = Path(folder, "device.so"), Path(importlib.util.find_spec("torch").origin).parent
     flags = f"-std=c++20 -w -shared -fPIC -include c10/core/impl/DeviceGuardImplInterface.h -I{root}/include -x c++ -"
-    flags += f" -o {new} -L{root}/lib -ltorch_cpu -lc10 -Wl,-rpath,{root}/lib"
+    flags += f" -o {library} -L{root}/lib -ltorch_cpu -lc10 -Wl,-rpath,{root}/lib"
     subprocess.run(["g++", *flags.split()], input=DEVICE, text=True, check=True)
-    new.rename(library)
-ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
