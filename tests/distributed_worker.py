@@ -1,22 +1,25 @@
-"""What the tests start as processes of their own: `[torchrun] distributed_worker.py SCRIPT FOLDER`.
-
-FOLDER/plan.json lists [name, flags, fault]: runs in one process group, one after the other. Each rank leaves what it
-has seen in <name>.<rank>.json. `run` can also be called, for a run in the process of the tests.
-"""
+"""Runs that the tests watch: `run` in their process, `run_on_ranks` in processes of their own, as torchrun has them."""
 
 import functools
 import importlib
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.multiprocessing import start_processes
+
+# Ranks are forks of a process that has imported the libraries already.
+multiprocessing.set_forkserver_preload(["ppo_llm", "distributed_worker"])
 
 
 def on_call(owner, name, number, action):
@@ -84,10 +87,27 @@ def run(ppo, folder, name, flags, fault=None):
     return seen
 
 
-if __name__ == "__main__":
-    script, folder = Path(sys.argv[1]), Path(sys.argv[2])
+def on_rank(rank, ranks, port, script, folder, plan):
+    """The runs of a plan, in one process group. Leaves what this rank has seen of a run in <name>.<rank>.json."""
+    ranks_of_torchrun = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="localhost", MASTER_PORT=port)
+    os.environ |= {name: str(x) for name, x in ranks_of_torchrun.items()}
+    os.chdir(folder)
+    torch.set_num_threads(1)
     sys.path.insert(0, str(script.parent))
+    sys.modules.pop("ppo_llm", None)  # it was imported before there was a rank
     ppo = importlib.import_module(script.stem)
-    for name, flags, fault in json.loads((folder / "plan.json").read_text()):
-        (folder / f"{name}.{ppo.RANK}.json").write_text(json.dumps(run(ppo, folder, name, flags, fault)))
+    for name, flags, fault in plan:
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(run(ppo, folder, name, flags, fault)))
     dist.destroy_process_group()
+
+
+def run_on_ranks(ppo, folder, ranks, *plan):
+    """Do [name, flags, fault] one after the other. An error of a rank is raised here, and the others are ended."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]  # a free one
+    args = ranks, port, Path(ppo.__file__), folder, plan
+    processes = start_processes(on_rank, args, ranks, join=False, start_method="forkserver")
+    if not any(processes.join(timeout=240) for _ in range(ranks)):  # each call waits for one more to end
+        for process in processes.processes:
+            process.kill()
+        pytest.fail("hangs")

@@ -3,9 +3,7 @@
 import collections
 import functools
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -13,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo
-from conftest import ROOT
 from test_distributed import finish, flags_of, start, torchrun
 from test_train import SMALL, assert_same_metrics, lines
 from test_transformers import hf_folder
@@ -86,13 +83,10 @@ def test_two_ranks(ppo, tmp_path):
 
 
 @simulated
-def test_cuda_graphs_give_the_same_samples_and_faults_are_found(ppo):
-    command = [sys.executable, "-W", "ignore", SIMULATED.with_name("decode_graphs.py"), ppo.__name__]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
-    found = json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
-    assert found.pop("none") is None
-    assert len(found) == 5 and all(found.values()), found
+def test_cuda_graphs_give_the_same_samples_and_use_no_memory_of_others(ppo, tmp_path):
+    command = [sys.executable, "-W", "ignore", str(SIMULATED.with_name("decode_graphs.py")), ppo.__name__]
+    code, output = finish(start(command, tmp_path), timeout=240)
+    assert code == 0, output
 
 
 def test_compiled_code_has_no_graph_breaks_and_few_graphs(ppo, tmp_path):

@@ -50,7 +50,6 @@ FAULTS = {  # name: (flags, cause, function of the script, what replaces it)
         dataclasses.replace(episode, mask=[False] * len(episode.ids)) for episode in play(*args)]),
     "dropout in the second iteration": ({}, "forward_mismatch", *in_training(dropout, after=4)),
     "target KL": (dict(target_kl=1e-9), "kl_early_stop"),
-    "no minibatches": ({}, "no_step", "minibatches", lambda minibatches, *args, kept: iter(())),
     "NaN": ({}, "steps_skipped", *in_training(lambda logprobs: logprobs * math.nan)),
     "bfloat16 weights": (
         dict(actor_lr=1e-8), "bf16_underflow", "build_model", lambda build, config, head, *rest, kept: build(

@@ -1,12 +1,15 @@
 """`--model ORG/NAME`: from a server of the test, in place of the Hub, and from the cache without it."""
 
+import functools
 import http.server
 import json
-import sys
 import threading
 
+import huggingface_hub
 import pytest
+from test_bad_input import refuse
 from test_distributed import finish, flags_of, start, torchrun
+from test_train import record
 from test_transformers import hf_folder
 
 pytestmark = pytest.mark.shared
@@ -17,7 +20,7 @@ OTHERS = ("consolidated.safetensors", "pytorch_model.bin", "original/params.json
 class Hub(http.server.BaseHTTPRequestHandler):
     """What huggingface_hub asks for: the files of a revision, then each of them. `requests` are the paths of GETs."""
 
-    folder, requests = None, []
+    folder, requests, url = None, [], None
 
     def do_GET(self, with_body=True):
         if with_body:
@@ -56,39 +59,32 @@ def hub(tmp_path, monkeypatch):
     Hub.folder, Hub.requests = hf_folder(tmp_path / "in"), []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    Hub.url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("HF_ENDPOINT", Hub.url)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     yield Hub
     server.shutdown()
 
 
-def train(ppo, folder, command=(sys.executable,), **flags):
-    (folder / "rows.jsonl").write_text('{"prompt": "Guess."}\n{"prompt": "Again."}\n')
-    (folder / "rewards.py").write_text("def length(prompt, response, row):\n    return len(response)\n")
-    sizes = dict(max_prompt_tokens=64, max_new_tokens=8, num_iterations=1, env_id="Prompts-v0")
-    flags = sizes | dict(env_kwargs='{"path": "rows.jsonl", "reward": "rewards:length"}') | flags
-    return finish(start([*command, ppo.__file__, *flags_of(**flags)], folder), timeout=120)
-
-
 def test_what_is_needed_is_downloaded_once_and_the_cache_does_without_the_hub(ppo, hub, tmp_path, monkeypatch):
-    command = torchrun(2)
-    code, output = train(ppo, tmp_path, command, model="org/tiny@v1", critic_model=str(tmp_path / "in"))
+    flags = dict(model="org/tiny@v1", max_prompt_tokens=64, max_new_tokens=8, num_iterations=1)
+    command = torchrun(2, ppo.__file__, *flags_of(**flags, critic_model=tmp_path / "in"))
+    code, output = finish(start(command, tmp_path), timeout=240)
     assert code == 0, output
     assert "/api/models/org/tiny/revision/v1" in hub.requests
     got = [path for path in hub.requests if "/resolve/" in path]
     assert {path.split("/")[-1] for path in got} >= {"config.json", "tokenizer.json", "model.safetensors"}
     assert not [path for path in got if path.endswith(OTHERS)]
     assert max(map(got.count, got)) == 1  # by two ranks, neither of which may be the first of its node
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    before = len(hub.requests)
-    code, output = train(ppo, tmp_path, model="org/tiny@v1", run_name="offline")
-    assert code == 0 and len(hub.requests) == before, output
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # so that any request raises
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", tmp_path / "cache" / "hub")
+    assert record(ppo, tmp_path, **flags, run_name="offline").summary["status"] == "completed"
 
 
 @pytest.mark.parametrize(("name", "part"), [
     ("org/tyni", "RepositoryNotFoundError"), ("org/gated", "ask the authors for access"),
 ])  # fmt: skip
-def test_a_name_that_is_nowhere_is_one_line(ppo, hub, tmp_path, name, part):
-    code, output = train(ppo, tmp_path, model=name)
-    assert code == 2 and f"error: cannot find a folder {name}, or this repository on the Hub: " in output
-    assert part in output and "Traceback" not in output, output
+def test_a_name_that_is_nowhere_is_one_line(ppo, hub, tmp_path, monkeypatch, name, part):
+    download = functools.partial(ppo.snapshot_download, endpoint=hub.url, cache_dir=tmp_path)
+    monkeypatch.setattr(ppo, "snapshot_download", download)
+    refuse(ppo, tmp_path, f"cannot find a folder {name}, or this repository on the Hub: ", part, model=name)

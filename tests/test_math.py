@@ -49,21 +49,6 @@ def test_kl_estimators_follow_their_formulas_also_near_zero(ppo):
     close(1e9 * ppo.policy_loss(x, zero, zero, mask, 0.2, 0.2, None, 2)[1]["approx_kl"], 5.0, 0.01)
 
 
-@pytest.mark.parametrize("kind", ["k2", "k3"])
-def test_on_samples_of_an_older_policy_a_weight_gives_the_gradient_of_the_kl(ppo, kind):
-    """k2 that of KL(pi || ref), as k3 with a weight that is not constant (DeepSeek-V3.2, eq. 7); k3 KL(ref || pi)'s."""
-    logits, old, ref = torch.randn(3, 7).double()
-    logits.requires_grad_()
-    log_p, log_old, log_ref = (x.log_softmax(0) for x in (logits, old, ref))
-    gradient = lambda loss: torch.autograd.grad(loss, logits, retain_graph=True)[0]
-    weights = (log_p - log_old).exp()
-    mean = lambda weights, kind: (log_old.exp() * weights * ppo.kl_estimate(log_p, log_ref, kind)).sum()
-    expected = log_p.exp() * (log_p - log_ref) if kind == "k2" else log_ref.exp() * (log_ref - log_p)
-    close(gradient(mean(weights.detach(), kind)), gradient(expected.sum()))
-    close(gradient(mean(weights, "k3")), gradient(mean(weights.detach(), "k2")))
-    assert (gradient(mean(1.0, kind)) - gradient(expected.sum())).abs().max() > 0.01
-
-
 def test_gae_equals_the_sum_of_discounted_errors_on_gappy_masks(ppo, gamma=0.9, lam=0.5):
     """Advantage k of a row's chain is the sum over l of (gamma * lam)^l * delta_{k + l}, written out."""
     mask, rewards, values = random_mask(), torch.randn(6, 11), torch.randn(6, 11)
@@ -165,7 +150,7 @@ def with_gradients(function, hidden, weight, targets, temperature):
     return [logprobs.detach(), entropies.detach(), hidden.grad, weight.grad], largest.numel
 
 
-@pytest.mark.parametrize("n, vocab, temperature", [(7, 50, 0.7), (80, 2**18, 1.5)])
+@pytest.mark.parametrize("n, vocab, temperature", [(7, 50, 0.7), (64, 2**18, 1.5)])
 def test_token_logprobs_equals_full_logits_with_gradients_and_never_holds_them(ppo, n, vocab, temperature):
     case = torch.randn(n, 4), torch.randn(vocab, 4), torch.randint(vocab, (n,)), temperature
     (results, ours), (expected, all_logits) = (with_gradients(f, *case) for f in (ppo.token_logprobs, full_logprobs))
@@ -186,7 +171,7 @@ def test_token_logprobs_of_bfloat16_round_no_more_than_the_whole_product(ppo):
 
 
 def tiny_model(ppo, head="lm"):
-    model = ppo.Transformer(make_model(ppo, 19, "qwen2", tie_word_embeddings=True).config, head)
+    model = make_model(ppo, 19, "qwen2", head, tie_word_embeddings=True)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return model

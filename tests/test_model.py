@@ -7,7 +7,8 @@ import pytest
 import safetensors.torch
 import tokenizers
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from test_rollout import make_model
+from transformers import PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.shared
 
@@ -132,9 +133,7 @@ def test_a_template_that_fails_is_an_error(ppo, tmp_path, template):
 
 def random_model(ppo, head="lm", kind="llama", **changes):
     """Every parameter random, norms and biases too: a part that is left out then shows."""
-    shape = {"vocab_size": 110, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    model = ppo.Transformer(ppo.check_config(AutoConfig.for_model(kind, **shape | changes)), head)
+    model = make_model(ppo, 110, kind, head, **dict(tie_word_embeddings=False) | changes)
     for p in model.parameters():
         torch.nn.init.normal_(p, mean=float(p.ndim == 1), std=0.3)
     return model
@@ -173,17 +172,14 @@ def draws(ppo, seed=1, iteration=0, first=0, padding=0):
     return (torch.tensor(PROBABILITIES).log() + noise).argmax(-1).view(256, 200)
 
 
-def test_draws_follow_the_distribution_and_are_independent_of_neighbours(ppo):
-    x, p = draws(ppo), torch.tensor(PROBABILITIES)
-    pairs = [(x.flatten(), p)]  # then pairs of draws some samples and indices apart, and the product of distributions
-    x, p = x.clamp(max=8), torch.tensor([*PROBABILITIES[:8], sum(PROBABILITIES[8:])])  # the four rarest together
-    for i, j in ((0, 1), (1, 0), (1, 1), (1, -1), (2, 0), (0, 2)):
-        first, second = x[: 256 - i, max(0, -j) : 200 - max(0, j)], x[i:, max(0, j) : 200 - max(0, -j)]
-        pairs.append(((first * 9 + second).flatten(), (p[:, None] * p).flatten()))
-    for symbols, probabilities in pairs:
-        expected, degrees = len(symbols) * probabilities, len(probabilities) - 1
-        chi_square = ((symbols.bincount(minlength=degrees + 1) - expected).square() / expected).sum()
-        assert abs(float(chi_square) - degrees) < 4 * math.sqrt(2 * degrees)
+def assert_chi_square(symbols, probabilities):
+    expected, degrees = len(symbols) * probabilities, len(probabilities) - 1
+    chi_square = ((symbols.bincount(minlength=degrees + 1) - expected).square() / expected).sum()
+    assert abs(float(chi_square) - degrees) < 4 * math.sqrt(2 * degrees)
+
+
+def test_draws_follow_the_distribution(ppo):
+    assert_chi_square(draws(ppo).flatten(), torch.tensor(PROBABILITIES))
 
 
 def test_noise_depends_on_sample_iteration_and_seed_but_not_on_the_size_of_the_vocabulary(ppo):
@@ -214,9 +210,7 @@ def test_noise_is_uncorrelated_over_samples_tokens_and_ids(ppo):
     cells = (torch.exp(-torch.exp(-noise)) * 16).long().clamp(max=15)
     for i, j, k in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1), (0, 2, 0), (0, 0, 16)):
         pairs = cells[i:, j:, k:] * 16 + cells[: 32 - i, : 32 - j, : 1024 - k]
-        expected = pairs.numel() / 256
-        chi_square = ((pairs.flatten().bincount(minlength=256) - expected).square() / expected).sum()
-        assert abs(float(chi_square) - 255) < 4 * math.sqrt(2 * 255)
+        assert_chi_square(pairs.flatten(), torch.full((256,), 1 / 256))
     key, index = ppo.sample_keys(1, 0, [0]), torch.arange(2**16)
     token_keys, order = ppo.hash32(ppo.hash32(key ^ 0x5851F42D) ^ index.int()).sort()
     near = int((token_keys[1:] ^ token_keys[:-1]).abs().argmin())  # far less than 1024 apart
@@ -269,16 +263,6 @@ def test_weights_are_read_from_the_files_that_the_checkpoint_names(ppo, tmp_path
     assert torch.equal(ppo.load_hf_checkpoint(tmp_path, head)[0](tokens), model(tokens))
     (tmp_path / WEIGHTS).unlink()
     assert ppo.load_hf_checkpoint(tmp_path, head)[0](tokens).abs().max() == 0
-    parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    weight_map = {name: parts[i % 2] for i, name in enumerate(state)}
-    for part in parts:  # each has all names, and the values of those that the index takes from it
-        content = {name: x if weight_map[name] == part else zeros[name] for name, x in state.items()}
-        safetensors.torch.save_file(content, tmp_path / part)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert torch.equal(ppo.load_hf_checkpoint(tmp_path, head)[0](tokens), model(tokens))
-    (tmp_path / parts[1]).unlink()
-    with pytest.raises(ppo.UserError, match=parts[1]):
-        ppo.load_hf_checkpoint(tmp_path, head)
 
 
 def test_a_head_that_is_not_the_tied_embedding_is_refused(ppo, tmp_path):

@@ -17,10 +17,10 @@ def make_envs(name, count, **kwargs):
     return [getattr(environments, name)(**kwargs) for _ in range(count)]
 
 
-def make_model(ppo, vocab_size, model_type="llama", **changes):
+def make_model(ppo, vocab_size, model_type="llama", head="lm", **changes):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape |= {"vocab_size": vocab_size, "num_key_value_heads": 2, "rms_norm_eps": 1e-6} | changes
-    return ppo.Transformer(ppo.check_config(AutoConfig.for_model(model_type, **shape)))
+    return ppo.Transformer(ppo.check_config(AutoConfig.for_model(model_type, **shape)), head)
 
 
 def random_model(ppo, tokenizer, **changes):

@@ -254,13 +254,13 @@ def test_entropy_bonus_raises_entropy(run):
     assert after["actor/entropy"] > before["actor/entropy"] + 0.05
 
 
-@pytest.mark.parametrize(("coefficient", "skipped"), [(0.0, 0), (0.01, 1)])
-def test_an_entropy_without_a_coefficient_is_not_in_the_loss(ppo, tmp_path, coefficient, skipped):
+def test_an_entropy_without_a_coefficient_is_not_in_the_loss(ppo, tmp_path):
     """So one that is NaN, as after a truncation that makes logits -inf, does no harm."""
     spoiled = changed(ppo.chunk_logprobs, lambda outputs: (outputs[0], outputs[1] * math.nan))
     with mock.patch.object(ppo, "chunk_logprobs", spoiled):
-        seen = record(ppo, tmp_path, entropy_coef=coefficient)
-    assert [row["actor/skipped"] for row in seen.rows] == [skipped] * 2 and "actor/entropy" not in seen.rows[0]
+        seen = record(ppo, tmp_path)
+    assert [row["actor/skipped"] for row in seen.rows] == [0, 0]
+    assert "actor/entropy" not in seen.rows[0]  # which is not finite
 
 
 def test_a_fork_may_train_on_no_sample_and_the_log_is_of_all(ppo, tmp_path):
@@ -284,7 +284,6 @@ def test_reference_starts_as_the_actor_and_becomes_it_when_asked(run):
     assert without.models["reference"] is None and not any("objective/kl" in row for row in without.rows)
 
 
-@pytest.mark.both
 def test_prompts_run_on_and_evaluation_is_on_held_out_ones_at_temperature_one(run):
     flags = dict(n_samples_per_prompt=2, rollout_batch_size=4, env_id="SortDigits-v0", eval_episodes=9, temperature=0.5)
     seen, other = run(**flags), run(**flags, seed=2)
@@ -301,13 +300,12 @@ def test_prompts_run_on_and_evaluation_is_on_held_out_ones_at_temperature_one(ru
     assert [args.temperature for _, args in seen.evaluations] == [1.0, 0.0] * 2  # 0 is greedy
 
 
-@pytest.mark.both
 def test_evaluations_on_the_way_are_logged_and_change_nothing(run):
-    plain, seen = (run(num_iterations=5, eval_every=n, env_id="environments:TwoTurns-v0") for n in (0, 2))
-    assert len(plain.evaluations) == 2 * 2 and len(seen.evaluations) == 2 * 4  # sampled and greedy
+    plain, seen = (run(num_iterations=3, eval_every=n, env_id="environments:TwoTurns-v0") for n in (0, 2))
+    assert len(plain.evaluations) == 2 * 2 and len(seen.evaluations) == 2 * 3  # sampled and greedy
     evaluated = {row["iteration"]: row["eval/reward"] for row in seen.rows if "eval/reward" in row}
     rewards = [sum(sum(episode.rewards) for episode in episodes) / 2 for episodes, _ in seen.evaluations[::2]]
-    assert evaluated == {2: rewards[1], 4: rewards[2]}
+    assert evaluated == {2: rewards[1]}
     for row in seen.rows:  # the evaluation is no part of the seconds
         phases = [row.pop(f"time/{phase}") for phase in ("rollout", "score", "critic", "actor", "hand_over")]
         assert row.pop("time/iteration") == pytest.approx(sum(phases)) and "time/" not in str(row)
@@ -316,12 +314,6 @@ def test_evaluations_on_the_way_are_logged_and_change_nothing(run):
     assert torch.equal(weights(seen.models["actor"]), weights(plain.models["actor"]))
     for i, name in (0, "eval_before"), (-1, "eval_after"):
         assert seen.summary[name] == plain.summary[name] and seen.summary[name]["reward"] == rewards[i]
-
-
-def test_warm_start_teaches_the_demonstrations_and_their_end(run):
-    before, after = (run(num_iterations=1, actor_lr=3e-3, sft_steps=n).evaluations[1][0] for n in (0, 60))  # greedy
-    assert {(episode.conversation[1]["content"], episode.stop) for episode in after} == {("fab", "terminated")}
-    assert "fab" not in {episode.conversation[1]["content"] for episode in before}
 
 
 def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_reference(ppo, tmp_path):
@@ -449,8 +441,8 @@ def test_weights_and_biases_gets_flags_and_what_tensorboard_gets(ppo, tmp_path):
     """By its own name only, in rank 0, and the run that is resumed is the same. Tried with wandb offline."""
     wandb = mock.Mock()
     with mock.patch.dict(sys.modules, wandb=wandb):
-        record(ppo, tmp_path, track=True, wandb_project="sums", save_every=1)
-        record(ppo, tmp_path, track=True, wandb_project="sums", resume="auto", num_iterations=3)
+        for more in dict(save_every=1, num_iterations=1), dict(resume="auto"):
+            record(ppo, tmp_path, track=True, wandb_project="sums", **more)
     first, again = (call.kwargs for call in wandb.init.call_args_list)
     assert first["config"]["train_batch_size"] == SMALL["train_batch_size"] and first["sync_tensorboard"]
     assert (first["project"], first["id"], first["resume"]) == ("sums", "run", "never")
