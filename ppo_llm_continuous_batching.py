@@ -1368,13 +1368,14 @@ class HFTokenizer:
         """
         messages = as_messages(text)
         stop_tokens = list(filter(None, self.hf.convert_ids_to_tokens(self.stop_ids)))
-        whole = tail = "".join(stop_tokens[:1]) + self.render(messages)
         if self.hf.chat_template:
             turn = {"role": "assistant", "content": "<<turn>>"}
             whole = self.render([*as_messages("-"), turn, *messages])
             _, answer, tail = whole.partition("<<turn>>")
             if not answer:
                 raise UserError(f"the chat template of {self.folder} leaves out earlier turns")
+        else:
+            whole = tail = "".join(stop_tokens[:1]) + self.render(messages)
         if not cut:  # the stop token was sampled
             tail = re.sub(rf"^\s*({'|'.join(map(re.escape, stop_tokens))})", "", tail)
         return self.encode(tail, context=whole.removesuffix(tail))

@@ -27,6 +27,8 @@ PAGE = (Path(__file__).parent.parent / "benchmarks" / "environments.md").read_te
 SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 ALTERNATE = ("{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
              "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}")  # fmt: skip
+QUERY = ("{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
+         "{{ raise_exception('no user query') }}{% endif %}")  # fmt: skip
 GEMMA = ("{{ bos_token or '' }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"  # noqa: E501
          "{{ m.content | trim }}<|im_end|>\n{% endfor %}"
          "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")  # fmt: skip
@@ -69,10 +71,12 @@ def episode_of(ppo, tokenizer, env, answer="b", **flags):
     return episode
 
 
+TOOL = chat(("tool", "4"))
 TURNS = chat(("system", "Be brief."), ("user", "a?"), ("assistant", "b"), ("user", "c?"))
 
 
-@pytest.mark.parametrize("template", [CHATML, GEMMA, LLAMA3, THINKS, SYSTEM + CHATML, ALTERNATE + LLAMA3, None])
+@pytest.mark.parametrize("template", [CHATML, GEMMA, LLAMA3, THINKS, QUERY + CHATML, SYSTEM + CHATML,
+                                      ALTERNATE + LLAMA3, None])  # fmt: skip
 @pytest.mark.parametrize("prompt", [TURNS, TURNS[1:], TURNS[:2], TURNS[1:2], "a?"])
 def test_messages_have_the_ids_of_the_template_and_so_have_those_between_turns(ppo, tmp_path, template, prompt):
     """Also after a response that was cut, which gets the stop token that it lacks."""
@@ -83,7 +87,7 @@ def test_messages_have_the_ids_of_the_template_and_so_have_those_between_turns(p
         with pytest.raises(ppo.UserError, match=r"the chat template of .*: (no system role|roles must alternate)"):
             ppo.Episode(7).begin(env, tokenizer, ppo.Args(max_prompt_tokens=999))
         return
-    for cut, feedback in ((c, f) for c in (False, True) for f in ("d", chat(("tool", "4"), ("user", "d")))):
+    for cut, feedback in ((c, f) for c in (False, True) for f in ("d", TOOL, [*TOOL, *chat(("user", "d"))])):
         if template == ALTERNATE + LLAMA3 and feedback != "d":
             continue
         env.step = lambda _, feedback=feedback: (feedback, 0.0, False, False, {})
