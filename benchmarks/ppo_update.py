@@ -2,7 +2,7 @@
 
     python benchmarks/ppo_update.py                        # a random model; CPU, one thread, float32, fifteen minutes
     python benchmarks/ppo_update.py smoke                  # a minute: does it run
-    python benchmarks/ppo_update.py real FOLDER [pairs]    # a Hugging Face checkpoint, 3 pairs
+    python benchmarks/ppo_update.py real FOLDER [pairs [samples]]    # a Hugging Face checkpoint, 3 pairs of 16 samples
 
 Prints seconds of each phase, ratios of pairs, and the peak of resident memory above what a process took before it
 loaded a model.
@@ -236,8 +236,8 @@ def main():
     if what == "run":
         print(json.dumps(one_run(json.loads(rest[0]), rest[1])))
     elif what == "real":
-        pairs = {"pairs": int(rest[1])} if rest[1].isdigit() else {}
-        real_model(rest[0], **(REAL | pairs))
+        folder, *numbers = sys.argv[2:]
+        real_model(folder, **(REAL | dict(zip(("pairs", "samples"), map(int, numbers)))))
     else:
         random_model(**(SMOKE if what == "smoke" else CPU))
 
