@@ -289,7 +289,7 @@ def run_ppo(args, on_exit) -> dict:
     actor_optimizer = make_optimizer(actor)
     critic_optimizer = make_optimizer(critic)
 
-    # What checkpoints hold beside `state`; another model that trains belongs here, too
+    # What checkpoints hold beside `state`. Add other models that train, with `make_optimizer`.
     checkpointed = {
         "actor": (actor, actor_optimizer),
         "critic": (critic, critic_optimizer),
@@ -452,7 +452,7 @@ class Experience:
     mask: Tensor  # bool: sampled, and trains; values and log-probs are 0 where it is False
     logprobs: Tensor  # the sampler's, not the actor's
     rewards: Tensor  # with --truncation-penalty, without the KL
-    lengths: Tensor  # [N] tokens without padding
+    lengths: Tensor  # [N] tokens of prompt and response, without padding
     # What follows is filled in by `make_experience`.
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None  # NaN without a reference
@@ -748,8 +748,9 @@ def play_row(env: gym.Env, episodes: Iterator[Episode], tokenizer: HFTokenizer, 
     yields None.
     """
     for episode in episodes:
-        with attempt(f"play the episode with seed {episode.seed}", CodeError):
-            episode.begin(env, tokenizer, args)
+        episode.begin(env, tokenizer, args)
+        messages = episode.conversation
+        with attempt(f"play the episode with seed {episode.seed}: {messages!r:.200}", CodeError):
             while not episode.stop:
                 start = len(episode.ids)
                 yield episode
@@ -1599,7 +1600,7 @@ def load_rows(path: str, convert: Callable) -> list[dict]:
     for i, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        with attempt(f"use line {i} of {path} as a JSON object"):
+        with attempt(f"use line {i} of {path} (see benchmarks/environments.md)"):
             row = convert(json.loads(line))
             as_messages(row["prompt"])  # raises if it is malformed
             rows.append(row)
@@ -1750,11 +1751,13 @@ def in_threads(method: Callable, turns):
     """`method(episode, ...)` of each of `turns`, on a thread of its own."""
 
     def call(turn):
-        with attempt(f"play the episode with seed {turn[0].seed}", CodeError):
+        episode = turn[0]
+        messages = episode.conversation  # none yet before `reset`
+        with attempt(f"play the episode with seed {episode.seed}: {messages!r:.200}", CodeError):
             method(*turn)
 
     calls = env_threads().imap_unordered(call, turns)
-    with attempt(f"play a turn of all environments in {ENV_TIMEOUT} seconds"):
+    with attempt(f"play a turn, rewards included, in {ENV_TIMEOUT} seconds"):
         for _ in turns:
             calls.next(ENV_TIMEOUT)  # raises the first error at once
 
@@ -1877,7 +1880,8 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
     if reward_model:
         add_scores(sampled, reward_model, args)
     result = {"episodes": N} | means(sampled) | {"greedy_accuracy": means(greedy)["accuracy"]}
-    print0(f"after {iteration} iterations: {result}")
+    numbers = ", ".join(f"{name} {round(x, 4)}" for name, x in result.items())
+    print0(f"after {iteration} iterations: {numbers}")
     return result
 
 
@@ -1954,7 +1958,7 @@ def completions(episodes: list[Episode], experience: Experience) -> list[dict]:
 ADVICE = {  # by the cause of a ratio that stays at 1, or begins elsewhere
     "critic_warmup": "see --critic-warmup-iterations",
     "empty_mask": "no token trains: check --max-new-tokens, the mask, and rewards of None",
-    "forward_mismatch": "look for dropout, a shifted mask, another temperature",
+    "forward_mismatch": "dropout? a shifted mask? another temperature? samples of an earlier policy?",
     "kl_early_stop": "raise --target-kl or lower --actor-lr",
     "no_step": "no step was made: were there minibatches?",
     "steps_skipped": "gradients are not finite: large rewards? NaN in log-probs?",
@@ -1984,7 +1988,7 @@ def diagnose_ratio(actor, sampler, experience, steps, early_stop, state, args) -
         "ratio/early_stop_kl": early_stop and early_stop["approx_kl"],  # at which the epochs ended
     }
     noise = 2 * max(first_dev, 1e-7)  # of rounding
-    moved = last_dev > noise
+    moved = math.isnan(last_dev) or last_dev > noise
     cause = None
     if state.iteration < args.critic_warmup_iterations:
         cause = "critic_warmup"
@@ -2683,7 +2687,7 @@ def resume(path: Path, checkpointed: dict, args) -> TrainState:
     """Load a checkpoint into models and optimizers."""
     with attempt(f"resume from {path}"):
         if not is_complete(path):
-            raise ValueError("files are missing or damaged")
+            raise ValueError("files are missing or damaged; is it a checkpoints/iter_* folder?")
         content = read_json(path / "state.json")
         for name, value in vars(args).items():
             before = content["args"].get(name)
