@@ -31,7 +31,6 @@ RESULTS = common.DATA / "critic_pays.jsonl"
 TASKS = {
     "sort": dict(num_iterations=270),  # the default task
     "sort 10": dict(env_kwargs='{"digits": 10}', num_iterations=270, max_new_tokens=12),
-    "sort 50": dict(env_kwargs='{"digits": 50}', num_iterations=60, max_prompt_tokens=51, max_new_tokens=50),
     "prefix": dict(env_id="Prefix-v0", env_kwargs='{"digits": 10}', num_iterations=120, max_prompt_tokens=11,
                    max_new_tokens=12),
     "key": dict(env_id="Key-v0", env_kwargs='{"letters": 14}', num_iterations=80, sft_steps=400, max_prompt_tokens=18,
@@ -46,6 +45,7 @@ METHODS = {
     "critic, lambda 0.95": dict(gae_lambda=0.95),
     "critic, lambdas 0.95": dict(critic_lambda=0.95, gae_lambda=0.95),
     "constant": dict(critic_epochs=0),  # all values are 0, and advantages are whitened
+    "constant, gamma 0.8": dict(critic_epochs=0, gamma=0.8),
     "group": dict(rollout_batch_size=64, n_samples_per_prompt=4),
     "sao": {},
     "bpco": dict(kl_coef=0.0, critic_warmup_iterations=5),

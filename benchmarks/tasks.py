@@ -153,10 +153,8 @@ class Prefix(gym.Wrapper):
     def step(self, response):
         text, _, *ends, info = self.env.step(response)
         answer = self.env.answer
-        right = 0
-        while right < min(len(response), len(answer)) and response[right] == answer[right]:
-            right += 1
-        info["rewards"] = [(end, 1 / len(answer)) for end in range(1, right + 1)]
+        right = itertools.takewhile(lambda i: response[:i] == answer[:i], range(1, len(answer) + 1))
+        info["rewards"] = [(end, 1 / len(answer)) for end in right]
         return text, 0.0, *ends, info
 
 
