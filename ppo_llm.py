@@ -2506,7 +2506,7 @@ class Run:
         if i % max(1, self.args.num_iterations // 5) == 0:
             print0(f"  {[samples[0]['prompt'], samples[0]['response']]!r:.280}")
         truncated = metrics["objective/truncated"]
-        cut = f" ({truncated:.0%} cut)" if truncated else ""
+        cut = f" ({truncated:.0%} cut)" if truncated >= 0.005 else ""
         print0(
             f"{i + 1}/{self.args.num_iterations}: reward {metrics['objective/reward']:.3f}, "
             f"accuracy {metrics['objective/accuracy']:.1%}, "

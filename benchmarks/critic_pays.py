@@ -3,14 +3,16 @@
     python benchmarks/critic_pays.py TASK METHOD SEED [SEED ...]   # adds a line for each seed to data/critic_pays.jsonl
     python benchmarks/critic_pays.py table                         # prints samples and seconds to a level
 
-TASK is sort, "sort 10" or key; METHOD is critic, constant, group or another key of METHODS. A seed takes two minutes.
-Every method gets 256 samples an iteration and otherwise the defaults; groups are four samples of one prompt, by
-tests/forks/group_normalised.patch. The level is 90 % of right answers, or of sorting ten digits a reward of 0.8, the
-share of digits in place. It is that of the rollouts, which are sampled, each of prompts that were not asked before, and
-is reached where the mean over five iterations is above it. Seconds are those of iterations.
+TASK is sort, "sort 10", prefix or key; METHOD is critic, constant, group or another key of METHODS. A seed takes two
+minutes. Every method gets 256 samples an iteration and otherwise the defaults; groups are four samples of one prompt,
+by tests/forks/group_normalised.patch. The level is 90 % of right answers, or of sorting ten digits a reward of 0.8, the
+share of digits in place, or of prefix, where digits count up to the first wrong one, 0.5. It is that of the rollouts,
+which are sampled, each of prompts that were not asked before, and is reached where the mean over five iterations is
+above it. Seconds are those of iterations.
 """
 
 import contextlib
+import functools
 import importlib.util
 import io
 import random
@@ -22,24 +24,33 @@ from pathlib import Path
 
 import common
 import gymnasium as gym
+import tasks  # noqa: F401, registers the environments
 import torch
 
 RESULTS = common.DATA / "critic_pays.jsonl"
 TASKS = {
     "sort": dict(num_iterations=270),  # the default task
     "sort 10": dict(env_kwargs='{"digits": 10}', num_iterations=270, max_new_tokens=12),
+    "prefix": dict(env_id="Prefix-v0", env_kwargs='{"digits": 10}', num_iterations=120, max_prompt_tokens=11,
+                   max_new_tokens=12),
     "key": dict(env_id="Key-v0", env_kwargs='{"letters": 14}', num_iterations=80, sft_steps=400, max_prompt_tokens=18,
                 max_new_tokens=18),
 }  # fmt: skip
 # What is measured, and the level that is to be reached.
-LEVELS = {"sort": ("objective/accuracy", 0.9), "sort 10": ("objective/reward", 0.8), "key": ("objective/accuracy", 0.9)}
+LEVELS = {"sort": ("objective/accuracy", 0.9), "sort 10": ("objective/reward", 0.8),
+          "prefix": ("objective/reward", 0.5), "key": ("objective/accuracy", 0.9)}
 SAMPLES = 256  # of an iteration
 METHODS = {
     "critic": {},
+    "critic, lambda 0.95": dict(gae_lambda=0.95),
     "critic, lambdas 0.95": dict(critic_lambda=0.95, gae_lambda=0.95),
     "constant": dict(critic_epochs=0),  # all values are 0, and advantages are whitened
+    "constant, gamma 0.8": dict(critic_epochs=0, gamma=0.8),
     "group": dict(rollout_batch_size=64, n_samples_per_prompt=4),
+    "sao": {},
+    "bpco": dict(kl_coef=0.0, critic_warmup_iterations=5),
 }
+PATCHES = {"group": "group_normalised", "sao": "sao", "bpco": "bpco"}
 
 
 class Key(gym.Env):
@@ -76,11 +87,12 @@ class Key(gym.Env):
 gym.register("Key-v0", entry_point=Key)
 
 
+@functools.cache
 def script(method: str):
-    """ppo_llm.py, patched for groups."""
-    if method != "group":
+    """ppo_llm.py, patched for some of the methods."""
+    if method not in PATCHES:
         return common.ppo_llm
-    spec = importlib.util.spec_from_file_location("ppo_llm", common.patched_script("group_normalised"))
+    spec = importlib.util.spec_from_file_location("ppo_llm", common.patched_script(PATCHES[method]))
     sys.modules["ppo_llm"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -147,6 +147,17 @@ class Exact(gym.Wrapper):
         return text, float(info["success"]), *ends, info
 
 
+class Prefix(gym.Wrapper):
+    """Sort digits, and each one is rewarded where it stands, until the first that is wrong."""
+
+    def step(self, response):
+        text, _, *ends, info = self.env.step(response)
+        answer = self.env.answer
+        right = itertools.takewhile(lambda i: response[:i] == answer[:i], range(1, len(answer) + 1))
+        info["rewards"] = [(end, 1 / len(answer)) for end in right]
+        return text, 0.0, *ends, info
+
+
 class Ascending(gym.Wrapper):
     """A reward with a hole: the share of neighbours in ascending order, whatever digits they are. "00000" earns 1."""
 
@@ -156,8 +167,8 @@ class Ascending(gym.Wrapper):
         return text, reward, *ends, info
 
 
-def sort_digits():
-    return gym.make("SortDigits-v0", disable_env_checker=True).unwrapped  # of ppo_llm.py
+def sort_digits(**kwargs):
+    return gym.make("SortDigits-v0", disable_env_checker=True, **kwargs).unwrapped  # of ppo_llm.py
 
 
 gym.register("Sums-v0", entry_point=Sums)
@@ -167,4 +178,5 @@ gym.register("Cheerful-v0", entry_point=Cheerful)
 gym.register("Dense-v0", entry_point=Sequences, kwargs={"dense": True})
 gym.register("AtEnd-v0", entry_point=Sequences, kwargs={"dense": False})
 gym.register("Exact-v0", entry_point=lambda: Exact(sort_digits()))
+gym.register("Prefix-v0", entry_point=lambda digits: Prefix(sort_digits(digits=digits)))
 gym.register("Ascending-v0", entry_point=lambda: Ascending(sort_digits()))
