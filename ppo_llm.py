@@ -2624,7 +2624,11 @@ def resume(path: Path, checkpointed: dict, args) -> TrainState:
             if value != before and name not in ("resume", "run_name", "log_dir"):
                 print0(f"  --{name.replace('_', '-')} {value}, in the checkpoint {before}")
         reader = dcp.HuggingFaceStorageReader(str(path))
-        dcp.load(checkpoint_tensors(checkpointed), storage_reader=reader)
+        tensors = checkpoint_tensors(checkpointed)
+        dcp.load(tensors, storage_reader=reader)
+        unused = sorted(reader.read_metadata().state_dict_metadata.keys() - tensors.keys())
+        if unused:
+            print0(f"  {len(unused)} tensors of it are not used, for example {unused[0]}")
         state = TrainState(**content["state"])
     print0(f"resuming from {path}, after {state.iteration} iterations")
     return state

@@ -203,12 +203,20 @@ def test_a_checkpoint_holds_tensors_and_json_without_pickle(whole):
     assert {name.split(".")[0] for name in tensors_of(newest(whole))} == {"actor", "critic", "reference"}
 
 
+def test_tensors_that_nothing_asks_for_are_mentioned(whole, capsys):
+    """As moments of an optimizer in a fork that begins without them."""
+    ppo_llm.resume(newest(whole), {}, ppo_llm.Args())
+    count = len(tensors_of(newest(whole)))
+    assert f"  {count} tensors of it are not used, for example actor.lm_head.weight" in capsys.readouterr().out
+
+
 def test_an_old_checkpoint_begins_a_new_run(ppo, copied, tmp_path, capsys):
     """With logs of its own. The run it comes from stays as it is. Flags that are others than before are named."""
     content = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     checkpoint = str(copied / "checkpoints" / "iter_000002")
     new = train(ppo, tmp_path, resume=checkpoint, run_name="new", target_kl=100.0, save_every=2)
-    printed = [line for line in capsys.readouterr().out.splitlines() if "in the checkpoint" in line]
+    out = capsys.readouterr().out
+    printed = [line for line in out.splitlines() if "in the checkpoint" in line or "are not used" in line]
     assert printed == ["  --target-kl 100.0, in the checkpoint None", "  --save-every 2, in the checkpoint 1"]
     assert without_clock(lines(new)) == without_clock(lines(copied))[2:]
     assert {line["iteration"] for line in lines(new, "completions")} == {2} and iterations(new) == [3]  # the last
