@@ -137,7 +137,8 @@ def draw(axis, run: Run, y: str, x: str | None, colour: str) -> None:
     length = range(len(curves[0]))
     places = [median(points, k) for k in length] if x else [MEAN_OF * (k + 0.5) for k in length]
     for curve in curves[:-1] and curves:
-        axis.plot(places, [float("nan") if value is None else value for value in curve], color=colour, linewidth=0.5)
+        shown = [float("nan") if value is None else value for value in curve[: len(places)]]
+        axis.plot(places, shown, color=colour, linewidth=0.5)
     axis.plot(places, [median(curves, k) for k in length], color=colour, linewidth=1.8, label=run.label)
 
 
