@@ -107,7 +107,7 @@ def run_on_ranks(ppo, folder, ranks, *plan):
         port = server.getsockname()[1]  # a free one
     args = ranks, port, Path(ppo.__file__), folder, plan
     processes = start_processes(on_rank, args, ranks, join=False, start_method="forkserver")
-    if not any(processes.join(timeout=240) for _ in range(ranks)):  # each call waits for one more to end
+    if not any(processes.join(timeout=60) for _ in range(ranks)):  # each call waits for one more to end
         for process in processes.processes:
             process.kill()
         pytest.fail("hangs")
