@@ -1682,7 +1682,7 @@ def in_threads(method: Callable, turns):
 
     def call(turn):
         episode = turn[0]
-        messages = episode.conversation  # none yet before `reset`
+        messages = episode.conversation[-1:]  # none yet before `reset`
         with attempt(f"play the episode with seed {episode.seed}: {messages!r:.200}", CodeError):
             method(*turn)
 
@@ -1888,7 +1888,7 @@ def completions(episodes: list[Episode], experience: Experience) -> list[dict]:
 ADVICE = {  # by the cause of a ratio that stays at 1, or begins elsewhere
     "critic_warmup": "see --critic-warmup-iterations",
     "empty_mask": "no token trains: check --max-new-tokens, the mask, and rewards of None",
-    "forward_mismatch": "dropout? a shifted mask? another temperature? samples of an earlier policy?",
+    "forward_mismatch": "dropout? shifted mask? another temperature? samples of an earlier policy?",
     "kl_early_stop": "raise --target-kl or lower --actor-lr",
     "no_step": "no step was made: were there minibatches?",
     "steps_skipped": "gradients are not finite: large rewards? NaN in log-probs?",

@@ -284,6 +284,7 @@ def test_what_reward_functions_do(ppo, tmp_path, monkeypatch):
     flags = dict(env_id="Prompts-v0", env_kwargs=kwargs, log_dir="runs")
     code, output = finish(start([sys.executable, ppo.__file__, *flags_of(**flags)], tmp_path), timeout=240)
     assert "reward 0.500" in output and r"\xf6" in output, output
-    assert code == 2 and re.search("cannot play the episode with seed .*: RuntimeError: the judge is", output), output
+    error = r"cannot play the episode with seed .*'content': .*: RuntimeError: the judge is"
+    assert code == 2 and re.search(error, output), output
     run = tmp_path / "runs" / "run"
     assert len(lines(run)) == 1 and json.loads((run / "summary.json").read_text())["status"] == "failed"

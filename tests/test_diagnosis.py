@@ -42,9 +42,16 @@ def attends_to_padding(original, model, e, args, kept):
     return logits.detach().log_softmax(-1).gather(2, e.tokens[..., None])[..., 0] * e.mask
 
 
+def nan_statistics(original, *args, kept, **flags):
+    """As of a fork that divides them by the tokens of a mask of its own, which may have none."""
+    loss, stats = original(*args, **flags)
+    return loss, stats | {"ratio_dev": stats["ratio_dev"] * math.nan}
+
+
 dropout = lambda logprobs: logprobs + 0.003 * torch.randn_like(logprobs)
 FAULTS = {  # name: (flags, cause, function of the script, what replaces it)
     "healthy": ({}, None),
+    "NaN in the statistics alone": ({}, None, "policy_loss", nan_statistics),
     "warm-up": (dict(critic_warmup_iterations=2), "critic_warmup"),
     "empty mask": ({}, "empty_mask", "play", lambda play, *args, kept: [
         dataclasses.replace(episode, mask=[False] * len(episode.ids)) for episode in play(*args)]),
