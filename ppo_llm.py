@@ -142,7 +142,7 @@ class Args:
     # of a pass on a rank, at most, unless one sample has more; 16384 or more suit GPUs of 80 GB
     micro_batch_tokens: int = 4096
     ppo_epochs: int = 2  # epochs of the actor on each rollout
-    critic_epochs: int | None = None  # epochs of the critic; default: --ppo-epochs
+    critic_epochs: int | None = None  # of the critic; default: --ppo-epochs; 0: no critic, values 0
     actor_lr: float | None = None  # default: see DEFAULTS
     critic_lr: float | None = None  # default: 0.064 / hidden_size of the critic
     lr_end: float = 0.05  # learning rates decay linearly to this fraction of them
@@ -281,13 +281,13 @@ def run_ppo(args, on_exit) -> dict:
     check_prompts([envs[0], eval_envs[0]], tokenizer, args)
     if not resumed:
         warm_start(actor, tokenizer, envs[0], args)
-    critic = build_critic(actor, tokenizer, args)
+    critic = build_critic(actor, tokenizer, args) if args.critic_epochs else None
     reference = copy_model(actor, args) if args.kl_coef else None
     reward_model = frozen_model(args.reward_model, "scalar", args) if args.reward_model else None
     # FORK: another frozen model, like a teacher: `frozen_model` returns it and its tokenizer. If it
     # reads the actor's ids, call `check_vocabulary`. make_experience scores by `logprobs_of_all`.
     actor_optimizer = make_optimizer(actor)
-    critic_optimizer = make_optimizer(critic)
+    critic_optimizer = make_optimizer(critic) if critic else None
 
     # What checkpoints hold beside `state`. Add other models that train, with `make_optimizer`.
     checkpointed = {
@@ -412,7 +412,8 @@ def run_ppo(args, on_exit) -> dict:
             save_checkpoint(run.path, checkpointed, state, args)
 
     save_hf_checkpoint(actor, tokenizer, run.path / "model")
-    save_hf_checkpoint(critic, tokenizer, run.path / "critic")
+    if critic:
+        save_hf_checkpoint(critic, tokenizer, run.path / "critic")
     if stop.number:
         run.close("interrupted")
         raise SystemExit(128 + stop.number)
@@ -429,13 +430,12 @@ def optimizer_step(model: Transformer, optimizer, lr: float, args) -> dict:
     """Clip the gradient, update the weights if its norm is finite, and clear the gradient."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    grad_norm = float(full_tensor(norm))
-    skipped = not math.isfinite(grad_norm)
+    norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+    skipped = not norm.isfinite()
     if not skipped:
         optimizer.step()
     optimizer.zero_grad()
-    return {"grad_norm": grad_norm, "lr": lr, "skipped": skipped}
+    return {"grad_norm": float(norm), "lr": lr, "skipped": skipped}
 
 
 # === 4. Experience ===
@@ -556,7 +556,7 @@ def make_experience(episodes, actor, critic, reference, state, args):
         raise UserError("a reward, or its penalty for the KL, is not finite, or is too large")
 
     # --- Values, advantages and returns. Advantages are whitened over the whole rollout.
-    values = forward_all(critic.sampled_values, experience, args)
+    values = forward_all(critic.sampled_values, experience, args) if critic else 0.0 * rewards
     # FORK: advantages.
     advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda)
     _, returns = compute_gae(rewards, values, mask, args.gamma, args.critic_lambda)
@@ -741,8 +741,7 @@ def play(decoder, tokenizer, envs, seeds, iteration, args) -> list[Episode]:
     """An episode for each of `seeds`: every rank plays a share, and gets the episodes of all."""
     first = len(seeds) * RANK // WORLD_SIZE
     end = len(seeds) * (RANK + 1) // WORLD_SIZE
-    sample_ids = range(first, end)
-    mine = rollout(decoder, tokenizer, envs, seeds[first:end], sample_ids, iteration, args)
+    mine = rollout(decoder, tokenizer, envs, seeds[first:end], range(first, end), iteration, args)
     of_ranks = [None] * WORLD_SIZE
     dist.all_gather_object(of_ranks, mine)
     return [episode for part in of_ranks for episode in part]

@@ -1,13 +1,12 @@
 """GSM8K: accuracy on test problems and training reward over iterations, beside verl's published log, with two samples.
 
-    python benchmarks/gsm8k_curve.py           # of the run in benchmarks/gpu_gsm8k
-    python benchmarks/gsm8k_curve.py FOLDER    # with metrics.jsonl, completions.jsonl, and the output as log.txt
+    python benchmarks/gsm8k_curve.py                  # of the runs in benchmarks/gpu_gsm8k
+    python benchmarks/gsm8k_curve.py FOLDER OTHER     # each with metrics.jsonl, completions.jsonl, log.txt
 
-Prints a table and draws pictures/gsm8k.png. The samples are the first that are logged of the first and of the last
-iteration.
+Prints a table of each and draws pictures/gsm8k.png. The second run is one without a critic. The samples are the first
+that are logged of the first and of the last iteration of the first run.
 """
 
-import ast
 import math
 import re
 import sys
@@ -25,6 +24,15 @@ VERL = {0: 0.001, 10: 0.013, 20: 0.176, 30: 0.458, 40: 0.463, 50: 0.480, 60: 0.4
 PROBLEMS = 256  # of an evaluation
 
 
+def evaluated(folder: Path, iterations: int) -> dict[int, dict]:
+    """The evaluations that a log tells, by the number of iterations before them."""
+    found = re.findall(r"^(before PPO|after .*?): (.*accuracy.*)", (folder / "log.txt").read_text(), re.MULTILINE)
+    ends = {"before PPO": 0, "after PPO": iterations}  # as the log of an older form has it
+    return {ends[at] if at in ends else int(at.split()[1]):
+            {name: float(number) for name, number in re.findall(r"(\w+)'?:? ([\d.]+)", text)}
+            for at, text in found}  # fmt: skip
+
+
 def table(evaluations: dict[int, dict], rows: list[dict]) -> None:
     """Evaluations, and means of the ten iterations that follow each."""
     common.table(["iterations", "greedy", "sampled", "tokens", "training reward", "KL", "explained", "verl"])
@@ -36,45 +44,47 @@ def table(evaluations: dict[int, dict], rows: list[dict]) -> None:
         common.line([i, *shares, tokens, *(f"{value:.2f}" for value in means), VERL.get(i, "-")])
 
 
-def draw(evaluations: dict[int, dict], rows: list[dict], samples: list[dict]) -> None:
-    figure, axes = plt.subplot_mosaic([["curve", "curve"], ["first", "last"]], figsize=(10, 6.6), layout="constrained",
-                                      height_ratios=[5, 6])  # fmt: skip
-    curve = axes["curve"]
-    for kind, label, color in ("greedy_accuracy", "test, greedy", "C1"), ("accuracy", "test, sampled", "C0"):
-        right = [evaluation[kind] for evaluation in evaluations.values()]
-        errors = [100 * (p * (1 - p) / PROBLEMS) ** 0.5 for p in right]
-        curve.errorbar(evaluations.keys(), [100 * p for p in right], errors, fmt="o-", color=color, markersize=4,
-                       elinewidth=1, label=label)  # fmt: skip
+def curve(axes, evaluations: dict[int, dict], rows: list[dict], label: str, color: str) -> None:
+    right = [evaluation["greedy_accuracy"] for evaluation in evaluations.values()]
+    errors = [100 * (p * (1 - p) / PROBLEMS) ** 0.5 for p in right]
+    axes.errorbar(evaluations.keys(), [100 * p for p in right], errors, fmt="o-", color=color, markersize=4,
+                  elinewidth=1, label=f"test, greedy, {label}")  # fmt: skip
     rewards = [100 * row["objective/reward"] for row in rows]
-    curve.plot(rewards, color="C2", alpha=0.5, linewidth=1, label="training, sampled")
-    verl = [100 * right for right in VERL.values()]
-    curve.plot(VERL.keys(), verl, ".--", color="0.6", linewidth=1, label="verl's log (another model and prompt), test")
-    curve.set(xlabel="iterations", ylabel="answers right, %", xlim=(-1, 101), ylim=(0, 60))
-    curve.legend(loc="lower right", fontsize=9)
+    axes.plot(rewards, color=color, alpha=0.4, linewidth=1, label=f"training, sampled, {label}")
 
-    for name, iteration in ("first", 0), ("last", len(rows) - 1):
-        sample = next(sample for sample in samples if sample["iteration"] == iteration)
-        question = sample["prompt"].split("\n\n")[0]
-        response = re.sub(r"\\\[\s*(.*?)\s*\\\]", r"\\[ \1 \\]", sample["response"], flags=re.DOTALL)  # on a line
-        lines = [textwrap.fill(line, 72) for line in response.split("\n") if line.strip()]
-        color, word = ("#d5ecd5", "right") if sample["reward"] == 1 else ("#f5dada", "wrong")
-        axes[name].axis("off")
-        axes[name].set_title(f"iteration {iteration + 1} ({rewards[iteration]:.0f} % right), first sample: {word}",
-                             fontsize=10, loc="left")  # fmt: skip
-        axes[name].text(0.01, 0.97, "\n".join([textwrap.fill(question, 72), "", *lines]), fontsize=8.5, va="top",
-                        transform=axes[name].transAxes, parse_math=False, in_layout=False,
-                        bbox={"facecolor": color, "linewidth": 0})  # fmt: skip
-    figure.savefig(common.PICTURES / "gsm8k.png", dpi=110)
+
+def sample(axes, samples: list[dict], iteration: int, share: float) -> None:
+    first = next(each for each in samples if each["iteration"] == iteration)
+    question = first["prompt"].split("\n\n")[0]
+    response = re.sub(r"\\\[\s*(.*?)\s*\\\]", r"\\[ \1 \\]", first["response"], flags=re.DOTALL)  # on a line
+    lines = [textwrap.fill(line, 72) for line in response.split("\n") if line.strip()]
+    color, word = ("#d5ecd5", "right") if first["reward"] == 1 else ("#f5dada", "wrong")
+    axes.axis("off")
+    axes.set_title(f"iteration {iteration + 1} ({share:.0%} right), first sample: {word}", fontsize=10, loc="left")
+    axes.text(0.01, 0.97, "\n".join([textwrap.fill(question, 72), "", *lines]), fontsize=8.5, va="top",
+              transform=axes.transAxes, parse_math=False, in_layout=False,
+              bbox={"facecolor": color, "linewidth": 0})  # fmt: skip
 
 
 def main():
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else common.ROOT / "benchmarks" / "gpu_gsm8k"
-    rows, samples = (common.read_lines(folder / f"{name}.jsonl") for name in ("metrics", "completions"))
-    logged = re.findall(r"^(before PPO|after .*): (\{.*\})", (folder / "log.txt").read_text(), re.MULTILINE)
-    ends = {"before PPO": 0, "after PPO": len(rows)}
-    evaluations = {ends[at] if at in ends else int(at.split()[1]): ast.literal_eval(text) for at, text in logged}
-    table(evaluations, rows)
-    draw(evaluations, rows, samples)
+    here = common.ROOT / "benchmarks" / "gpu_gsm8k"
+    folders = [Path(folder) for folder in sys.argv[1:]] or [here, here / "no_critic"]
+    figure, axes = plt.subplot_mosaic([["curve", "curve"], ["first", "last"]], figsize=(10, 6.6), layout="constrained",
+                                      height_ratios=[5, 6])  # fmt: skip
+    for folder, label, color in zip(folders, ("with a critic", "without"), ("C1", "C0")):
+        rows = common.read_lines(folder / "metrics.jsonl")
+        evaluations = evaluated(folder, len(rows))
+        table(evaluations, rows)
+        curve(axes["curve"], evaluations, rows, label, color)
+    verl = [100 * right for right in VERL.values()]
+    axes["curve"].plot(VERL.keys(), verl, ".--", color="0.6", linewidth=1,
+                       label="verl's log (another model and prompt), test")  # fmt: skip
+    axes["curve"].set(xlabel="iterations", ylabel="answers right, %", xlim=(-1, 101), ylim=(0, 60))
+    axes["curve"].legend(loc="lower right", fontsize=9)
+    rows, samples = (common.read_lines(folders[0] / f"{name}.jsonl") for name in ("metrics", "completions"))
+    for name, iteration in ("first", 0), ("last", len(rows) - 1):
+        sample(axes[name], samples, iteration, rows[iteration]["objective/reward"])
+    figure.savefig(common.PICTURES / "gsm8k.png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -148,6 +148,17 @@ def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_ite
     assert rates["critic"] == pytest.approx([2e-3 * (1 - 0.8 * step / 16) for step in range(16)])
 
 
+def test_a_critic_of_no_epochs_is_none_with_values_of_0(ppo, tmp_path):
+    none, still = (record(ppo, tmp_path, run_name=name, save_every=2, **flags) for name, flags in (
+        ("none", dict(critic_epochs=0)), ("still", dict(critic_lr=0.0))))  # fmt: skip
+    assert none.models["critic"] is None and not (none.folder / "critic").exists()
+    assert none.steps == [step for step in still.steps if step[0] == "actor"] and len(none.steps) == 2 * STEPS
+    for e, other in zip(none.experiences, still.experiences, strict=True):
+        assert not e.values.any() and torch.equal(e.advantages, other.advantages)
+    resumed = record(ppo, tmp_path, run_name="none", num_iterations=3, resume="auto", critic_epochs=0)
+    assert len(resumed.rows) == 3
+
+
 def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo):
     lengths, tokens, orders = torch.arange(8) + 1, torch.zeros(8, 8), set()  # lengths tell the samples apart
     experience = ppo.Experience(tokens.long(), tokens == 0, tokens, tokens, lengths)
