@@ -3,7 +3,7 @@
     python benchmarks/critic_pays.py TASK METHOD SEED [SEED ...]   # adds a line for each seed to data/critic_pays.jsonl
     python benchmarks/critic_pays.py table                         # prints samples and seconds to a level
 
-TASK is sort, "sort 10", prefix or key; METHOD is critic, constant, group or another key of METHODS. A seed takes two
+TASK is sort, "sort 10" or prefix; METHOD is critic, constant, group or another key of METHODS. A seed takes two
 minutes. Every method gets 256 samples an iteration and otherwise the defaults; groups are four samples of one prompt,
 by tests/forks/group_normalised.patch. The level is 90 % of right answers, or of sorting ten digits a reward of 0.8, the
 share of digits in place, or of prefix, where digits count up to the first wrong one, 0.5. It is that of the rollouts,
@@ -15,15 +15,12 @@ import contextlib
 import functools
 import importlib.util
 import io
-import random
 import statistics
 import sys
 import tempfile
-import zlib
 from pathlib import Path
 
 import common
-import gymnasium as gym
 import tasks  # noqa: F401, registers the environments
 import torch
 
@@ -33,12 +30,10 @@ TASKS = {
     "sort 10": dict(env_kwargs='{"digits": 10}', num_iterations=270, max_new_tokens=12),
     "prefix": dict(env_id="Prefix-v0", env_kwargs='{"digits": 10}', num_iterations=120, max_prompt_tokens=11,
                    max_new_tokens=12),
-    "key": dict(env_id="Key-v0", env_kwargs='{"letters": 14}', num_iterations=80, sft_steps=400, max_prompt_tokens=18,
-                max_new_tokens=18),
 }  # fmt: skip
 # What is measured, and the level that is to be reached.
 LEVELS = {"sort": ("objective/accuracy", 0.9), "sort 10": ("objective/reward", 0.8),
-          "prefix": ("objective/reward", 0.5), "key": ("objective/accuracy", 0.9)}
+          "prefix": ("objective/reward", 0.5)}
 SAMPLES = 256  # of an iteration
 METHODS = {
     "critic": {},
@@ -51,40 +46,6 @@ METHODS = {
     "bpco": dict(kl_coef=0.0, critic_warmup_iterations=5),
 }
 PATCHES = {"group": "group_normalised", "sao": "sao", "bpco": "bpco"}
-
-
-class Key(gym.Env):
-    """Prompt "abba...=": answer a key, 0 or 1, and the letters, as they are after a 0, and exchanged after a 1.
-
-    The right key is 0 if the prompt begins with "aa" or "bb". Reward: the share of letters that are right for the key,
-    if the answer has the right length and the right key, else a tenth of it. Demonstrations take any of the keys. A
-    tenth of the prompts, by CRC, are left out.
-    """
-
-    def __init__(self, letters: int):
-        self.letters = letters
-
-    def reset(self, *, seed=None, options=None):
-        rng = random.Random(seed or 0)
-        while True:
-            self.text = "".join(rng.choice("ab") for _ in range(self.letters))
-            if zlib.crc32(self.text.encode()) % 10:
-                break
-        return f"{self.text}=", {"demonstration": self.answer(rng.choice("01"))}
-
-    def answer(self, key: str) -> str:
-        return key + (self.text if key == "0" else self.text.translate(str.maketrans("ab", "ba")))
-
-    def step(self, response):
-        if response[:1] not in ("0", "1") or len(response) != 1 + self.letters:
-            return "", 0.0, True, False, {"success": False}
-        right = "0" if self.text[0] == self.text[1] else "1"
-        share = sum(map(str.__eq__, response[1:], self.answer(response[0])[1:])) / self.letters
-        reward = share * (1.0 if response[0] == right else 0.1)
-        return "", reward, True, False, {"success": response == self.answer(right)}
-
-
-gym.register("Key-v0", entry_point=Key)
 
 
 @functools.cache

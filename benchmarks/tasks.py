@@ -1,4 +1,4 @@
-"""Environments: sums, products, the largest of four numbers, cheerful answers; dense and bad rewards.
+"""Environments: sums, products, the largest of four numbers; dense and bad rewards.
 
     python ppo_llm.py --model DIR --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{"split": "test"}' ...
     python ppo_llm.py --env-id benchmarks.tasks:Dense-v0 --max-new-tokens 7 --gamma 0.5    # each right digit at once
@@ -94,24 +94,6 @@ class Largest(gym.Env):
         return "", float(first is not None and int(first[0]) == max(self.numbers)), True, False, {}
 
 
-class Cheerful(gym.Env):
-    """Prompts "Tell me about the sea.", reward the sentiment of the answer, -1 to 1, by VADER, a lexicon with rules.
-
-    https://github.com/cjhutto/vaderSentiment; the package vaderSentiment.
-    """
-
-    def __init__(self, split: str = "train"):
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-
-        self.rows, self.scorer = split_rows(TOPICS, split), SentimentIntensityAnalyzer()
-
-    def reset(self, *, seed=None, options=None):
-        return f"Tell me about {self.rows[(seed or 0) % len(self.rows)]}.", {}
-
-    def step(self, response):
-        return "", self.scorer.polarity_scores(response)["compound"], True, False, {}
-
-
 class Sequences(gym.Env):
     """Continue a sequence of digits, as "258:" -> "14703" (steps of 3, modulo 10). A right digit earns a sixth.
 
@@ -174,7 +156,6 @@ def sort_digits(**kwargs):
 gym.register("Sums-v0", entry_point=Sums)
 gym.register("Products-v0", entry_point=Products)
 gym.register("Largest-v0", entry_point=Largest)
-gym.register("Cheerful-v0", entry_point=Cheerful)
 gym.register("Dense-v0", entry_point=Sequences, kwargs={"dense": True})
 gym.register("AtEnd-v0", entry_point=Sequences, kwargs={"dense": False})
 gym.register("Exact-v0", entry_point=lambda: Exact(sort_digits()))
