@@ -143,7 +143,7 @@ class Args:
     # of a pass on a rank, at most, unless one sample has more; 16384 or more suit GPUs of 80 GB
     micro_batch_tokens: int = 4096
     ppo_epochs: int = 2  # epochs of the actor on each rollout
-    critic_epochs: int | None = None  # of the critic; default: --ppo-epochs; 0: no critic, values 0
+    critic_epochs: int | None = None  # epochs of the critic; default: --ppo-epochs; 0: no critic
     actor_lr: float | None = None  # default: see DEFAULTS
     critic_lr: float | None = None  # default: 0.064 / hidden_size of the critic
     lr_end: float = 0.05  # learning rates decay linearly to this fraction of them
@@ -457,7 +457,7 @@ class Experience:
     # What follows is filled in by `make_experience`.
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None  # NaN without a reference
-    values: Tensor | None = None
+    values: Tensor | None = None  # 0 without a critic
     advantages: Tensor | None = None
     returns: Tensor | None = None
     advantage_std: float = 0.0  # before whitening
@@ -2161,6 +2161,8 @@ def check_flags(args):
         raise UserError(f"{flag}: must divide the {samples} samples of an iteration")
     if args.ref_sync_every and not args.kl_coef:
         raise UserError("--ref-sync-every: needs --kl-coef above 0")
+    if args.critic_epochs == 0 and (args.critic_model or args.critic_warmup_iterations):
+        raise UserError("--critic-epochs 0: without --critic-model or --critic-warmup-iterations")
     if args.resume == "auto" and not args.run_name:
         raise UserError("--resume auto: needs --run-name")
     if args.run_name and args.resume != "auto":

@@ -51,6 +51,7 @@ def test_numbers_that_are_negative_too_large_or_none(ppo, tmp_path):
     (dict(resume="auto", run_name=None), ["--resume auto", "--run-name"]),
     (dict(resume="runs/missing"), ["resume from runs/missing"]),
     (dict(ref_sync_every=2), ["--ref-sync-every", "--kl-coef"]),
+    (dict(critic_epochs=0, critic_warmup_iterations=1), ["--critic-epochs", "--critic-warmup-iterations"]),
     (dict(rollout_batch_size=6, n_samples_per_prompt=4, train_batch_size=7), ["--train-batch-size 7", "24 samples"]),
     (dict(log_dir=__file__), [f"cannot write {__file__}"]),
     *[(dict(device="cuda"), ["cannot use --device cuda: "])][torch.cuda.is_available() :],
