@@ -430,12 +430,12 @@ def optimizer_step(model: Transformer, optimizer, lr: float, args) -> dict:
     """Clip the gradient, update the weights if its norm is finite, and clear the gradient."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-    skipped = not norm.isfinite()
+    norm = float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)))
+    skipped = not math.isfinite(norm)
     if not skipped:
         optimizer.step()
     optimizer.zero_grad()
-    return {"grad_norm": float(norm), "lr": lr, "skipped": skipped}
+    return {"grad_norm": norm, "lr": lr, "skipped": skipped}
 
 
 # === 4. Experience ===
