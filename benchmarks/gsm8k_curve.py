@@ -26,11 +26,14 @@ PROBLEMS = 256  # of an evaluation
 
 def evaluated(folder: Path, iterations: int) -> dict[int, dict]:
     """The evaluations that a log tells, by the number of iterations before them."""
-    found = re.findall(r"^(before PPO|after .*?): (.*accuracy.*)", (folder / "log.txt").read_text(), re.MULTILINE)
+    log = (folder / "log.txt").read_text()
     ends = {"before PPO": 0, "after PPO": iterations}  # as the log of an older form has it
-    return {ends[at] if at in ends else int(at.split()[1]):
-            {name: float(number) for name, number in re.findall(r"(\w+)'?:? ([\d.]+)", text)}
-            for at, text in found}  # fmt: skip
+    evaluations = {}
+    for at, text in re.findall(r"^(before PPO|after .*?): (.*accuracy.*)", log, re.MULTILINE):
+        done = ends[at] if at in ends else int(at.split()[1])
+        numbers = re.findall(r"(\w+)'?:? ([\d.]+)", text)
+        evaluations[done] = {name: float(number) for name, number in numbers}
+    return evaluations
 
 
 def table(evaluations: dict[int, dict], rows: list[dict]) -> None:
