@@ -15,7 +15,7 @@ Models. The actor is the policy that is trained. Old log-probs are, by default, 
 before the updates of an iteration. The critic predicts the reward that is still to come: it starts
 as a copy of the actor with a scalar head of zeros, or from --critic-model, and learns the returns
 of GAE with --critic-lambda. The reference is the actor as it was when PPO began, after any warm
-start, or at the last sync. The optional reward model is a frozen classifier. The sampler, an
+start. The optional reward model is a frozen classifier. The sampler, an
 unsharded copy of the actor on every rank, generates text; it gets the actor's new weights at the
 end of each iteration.
 
@@ -131,7 +131,6 @@ class Args:
     rollout_slots: int = 256  # samples that a rank decodes at the same time, at most
     max_prompt_tokens: int | None = None  # longer prompts are an error; default: see DEFAULTS
     max_new_tokens: int | None = None  # of all turns and replies; default: see DEFAULTS
-    max_turn_tokens: int | None = None  # of a response; the environment answers one that is cut
     temperature: float = 1.0  # divides the logits in rollouts, and in all log-probs of PPO
     # old log-probs are those of the actor; --no-recompute-old-logprobs: those of the sampler
     recompute_old_logprobs: bool = True
@@ -163,7 +162,6 @@ class Args:
     kl_coef: float = 0.01  # coefficient of the KL to the reference; 0: no reference
     # estimator of the KL as a term of the loss; default: k1, subtracted from the rewards
     kl_loss: Literal["k2", "k3"] | None = None
-    ref_sync_every: int = 0  # iterations after which the reference becomes the actor; 0: never
     truncation_penalty: float = 0.0  # subtracted from the reward if a token limit ends a sample
 
     eval_episodes: int = 512  # played twice: sampled at temperature 1, and greedily
@@ -396,9 +394,8 @@ def run_ppo(args, on_exit) -> dict:
         # --- Diagnosis, which may compare actor and old sampler; new weights; log; checkpoint
         diagnosis = diagnose_ratio(actor, sampler, trained, actor_stats, early_stop, state, args)
         copy_weights(actor, sampler)
-        # FORK: what the next iteration gets from this one, in fields of `state`.
-        if args.ref_sync_every and (state.iteration + 1) % args.ref_sync_every == 0:
-            copy_weights(actor, reference)
+        # FORK: what the next iteration gets from this one: fields of `state`; or every so often a
+        # newer reference, by copy_weights(actor, reference).
         clock.end("hand_over")
         metrics = diagnosis | iteration_metrics(
             episodes, experience, actor_stats, critic_stats, evaluation, clock
@@ -456,7 +453,7 @@ class Experience:
     lengths: Tensor  # [N] tokens of prompt and response, without padding
     # What follows is filled in by `make_experience`.
     old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None  # NaN without a reference
+    ref_logprobs: Tensor | None = None  # NaN everywhere without a reference
     values: Tensor | None = None  # 0 without a critic
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -609,7 +606,8 @@ class Episode:
     conversation: list[dict] = field(default_factory=list)  # messages, with role and content
     prompt_length: int = 0
     prompt_messages: int = 0  # of the conversation
-    # "terminated" or "truncated" by the environment, "length": by a limit, "unscored": no reward
+    # "terminated" or "truncated" by the environment; "length": by --max-new-tokens, also where the
+    # environment's reply does not fit; "unscored": no reward
     stop: str = ""  # while it goes on
     # info["success"] of the last step, or whether the environment's rewards are above 0 in sum
     success: bool = False
@@ -647,16 +645,18 @@ class Episode:
             return
         add_rewards(self, reward, info, start, tokenizer)
         self.success = bool(info.get("success", sum(self.rewards) > 0))
-        cut = self.ids[-1] not in tokenizer.stop_ids  # counts even if the environment has ended
-        # Only what is new is encoded: to encode the response again could change its ids.
-        feedback = [] if end else tokenizer.encode_feedback(messages, cut)
-        if end and not cut:
-            self.stop = end
-        elif end or len(self.ids) + len(feedback) >= self.prompt_length + args.max_new_tokens:
+        if self.ids[-1] not in tokenizer.stop_ids:  # even if the environment has ended
             self.stop = "length"
+        elif end:
+            self.stop = end
         else:
-            self.add(feedback)
-            self.conversation += messages
+            # Only what is new is encoded: to encode the response again could change its ids.
+            feedback = tokenizer.encode_feedback(messages)
+            if len(self.ids) + len(feedback) < self.prompt_length + args.max_new_tokens:
+                self.add(feedback)
+                self.conversation += messages
+            else:
+                self.stop = "length"
 
 
 def decode_step(decoder: Decoder, attend: int):
@@ -909,14 +909,12 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.H, self.Hkv = config.num_attention_heads, config.num_key_value_heads
-        self.grouped = self.H != self.Hkv  # compared in forward, it can break the compiled graph
         self.D, hidden = config.head_dim, config.hidden_size
-        bias = getattr(config, "attention_bias", False)
-        qkv_bias = bias or config.model_type == "qwen2"
+        qkv_bias = config.model_type == "qwen2"
         self.q_proj = nn.Linear(hidden, self.H * self.D, bias=qkv_bias)
         self.k_proj = nn.Linear(hidden, self.Hkv * self.D, bias=qkv_bias)
         self.v_proj = nn.Linear(hidden, self.Hkv * self.D, bias=qkv_bias)
-        self.o_proj = nn.Linear(self.H * self.D, hidden, bias=bias)
+        self.o_proj = nn.Linear(self.H * self.D, hidden, bias=False)
         norm = nn.RMSNorm if config.model_type == "qwen3" else nn.Identity
         self.q_norm = norm(self.D, config.rms_norm_eps)
         self.k_norm = norm(self.D, config.rms_norm_eps)
@@ -938,14 +936,10 @@ class Attention(nn.Module):
             if packing is not None:
                 q, k, v = (packing.unpack(x, packing.place) for x in (q, k, v))  # [B, T, ..., D]
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or Hkv, T, D]
-            grouped = self.grouped
-            if grouped and q.is_cuda and q.dtype == torch.float32:
-                # Of the kernels that do not hold all scores [B, H, T, T], flash attention alone
-                # takes grouped heads, and not in float32.
-                k, v = (x.repeat_interleave(self.H // self.Hkv, dim=1) for x in (k, v))
-                grouped = False
+            # Not every kernel that saves memory takes grouped heads.
+            k, v = (x.repeat_interleave(self.H // self.Hkv, dim=1) for x in (k, v))
             # Rows start at index 0, so causality alone hides the padding on the right.
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             out = out.transpose(1, 2)  # [B, T, H, D]
             if packing is not None:
                 out = packing.pack(out)  # [n, H, D]
@@ -967,10 +961,9 @@ class MLP(nn.Module):
     def __init__(self, config: PretrainedConfig):
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        bias = getattr(config, "mlp_bias", False)
-        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -998,7 +991,7 @@ class Transformer(nn.Module):
         self.head = head
         self.tied = head == "lm" and config.tie_word_embeddings
         self.checkpointing = False
-        self.of_chunk = chunk_logprobs  # see token_logprobs
+        self.compile_head = "off"  # see token_logprobs
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers)),
@@ -1028,7 +1021,7 @@ class Transformer(nn.Module):
         x = self.states_before_sampled(mb.tokens, packing)  # [m, hidden]
         targets = packing.pack(mb.tokens)[packing.sampled]  # [m]
         weight = self.lm_head.weight
-        logprobs, entropies = token_logprobs(x, weight, targets, temperature, self.of_chunk)
+        logprobs, entropies = token_logprobs(x, weight, targets, temperature, self.compile_head)
         return packing.unpack_sampled(logprobs), packing.unpack_sampled(entropies)
 
     def sampled_values(self, mb: Experience) -> Tensor:
@@ -1128,7 +1121,7 @@ class Decoder:
         self.noise_scale = zeros(())
         self.stop_ids = torch.tensor(stop_ids, device=weight.device)
         self.steps = 8 if weight.is_cuda else 1  # decode steps between host syncs
-        self.decode_step = compiled(decode_step) if args.compile == "on" else decode_step
+        self.decode_step = maybe_compiled(decode_step, args.compile)
         self.use_graphs = weight.is_cuda and args.compile == "on"
         self.graphs = {}
         self.pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
@@ -1138,11 +1131,8 @@ class Decoder:
         rows = torch.tensor(rows, device=self.keys.device)
         ids = padded([e.ids for e in episodes]).to(rows.device)  # [len(rows), T]
         self.tokens[rows, : ids.shape[1]] = ids
-        n = args.max_new_tokens
-        turn = args.max_turn_tokens or n
         settings = [
-            (len(e.ids), min(e.prompt_length + n, len(e.ids) + turn), e.key, not e.stop)
-            for e in episodes
+            (len(e.ids), e.prompt_length + args.max_new_tokens, e.key, not e.stop) for e in episodes
         ]
         columns = torch.tensor(settings, device=rows.device).T
         for x, column in zip((self.length, self.limit, self.keys, self.alive), columns):
@@ -1171,8 +1161,8 @@ class Decoder:
 
 
 @functools.cache
-def compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=True)
+def maybe_compiled(function: Callable, compile: Literal["on", "off"]) -> Callable:
+    return torch.compile(function, dynamic=True) if compile == "on" else function
 
 
 def round_up(n: int, unit: int) -> int:
@@ -1181,65 +1171,67 @@ def round_up(n: int, unit: int) -> int:
 
 def chunk_logprobs(hidden, weight, targets, temperature) -> tuple[Tensor, Tensor]:
     logits = (hidden @ weight.T).float() / temperature  # [rows, V]
-    # With log_softmax and gather, torch.compile would keep tensors [rows, V] in float32.
     logsumexp = logits.logsumexp(dim=-1)
     probs = torch.exp(logits - logsumexp[:, None])
     chosen = -F.nll_loss(logits, targets, reduction="none")  # logits[i, targets[i]]
     return chosen - logsumexp, logsumexp - (probs * logits).sum(-1)
 
 
-def token_logprobs(hidden, weight, targets, temperature=1.0, of_chunk=chunk_logprobs):
+def chunk_gradients(hidden, weight, targets, temperature, d_logprobs, d_entropies) -> Tensor:
+    """Gradients [rows, V] of what the temperature divides.
+
+    With p = softmax(z) and entropy H, that of log p[i] is onehot(i) - p, that of H is
+    -p * (log p + H).
+    """
+    logits = (hidden @ weight.T).float() / temperature
+    logprobs = logits - logits.logsumexp(-1, keepdim=True)
+    probs = logprobs.exp()
+    entropies = -(probs * logprobs).sum(-1, keepdim=True)
+    one_hot = (torch.arange(len(weight), device=weight.device) == targets[:, None]).float()
+    d_logits = d_logprobs[:, None] * (one_hot - probs)
+    d_logits -= d_entropies[:, None] * probs * (logprobs + entropies)
+    return (d_logits / temperature).to(weight.dtype)
+
+
+def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
     """Log-probs [n] of `targets` [n] and entropies [n], from hidden [n, d] and weight [V, d].
 
     In chunks whose logits the backward pass computes again: all of them would need more memory
-    than the model. `of_chunk` may be compiled.
+    than the model.
     """
     rows = max(1, (2**26 if hidden.is_cuda else 2**22) // len(weight))
     rows -= len(hidden) % rows == 1  # torch.compile makes another graph for a chunk of one row
-    return ChunkedLogprobs.apply(hidden, weight, targets, temperature, of_chunk, rows)
+    return ChunkedLogprobs.apply(hidden, weight, targets, temperature, rows, compile)
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """What `checkpoint` of every chunk would do, but with less memory.
+    """Log-probs and entropies, chunk by chunk, and their gradients.
 
-    The gradients of the weight add up in one tensor in float32. Autograd would add them in
-    bfloat16, unless it held a copy of the weight in float32. Both passes compute a chunk with
-    gradients on, since torch.compile would make another graph without.
+    Those of the weight add up in one tensor in float32. Autograd would add them in bfloat16.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, of_chunk, rows):
+    def forward(ctx, hidden, weight, targets, temperature, rows, compile):
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.settings = temperature, of_chunk, rows
-        ctx.set_materialize_grads(False)  # None, not 0, for entropies that are not in the loss
-        weight = weight.detach().requires_grad_(ctx.needs_input_grad[1])
-        outputs = []
-        for h, t in zip(hidden.split(rows), targets.split(rows)):
-            h = h.detach().requires_grad_()
-            with torch.enable_grad():
-                outputs.append([x.detach() for x in of_chunk(h, weight, t, temperature)])
-        logprobs, entropies = zip(*outputs)
+        ctx.settings = temperature, rows, compile
+        function = maybe_compiled(chunk_logprobs, compile)
+        chunks = zip(hidden.split(rows), targets.split(rows))
+        logprobs, entropies = zip(*(function(h, weight, t, temperature) for h, t in chunks))
         return torch.cat(logprobs), torch.cat(entropies)
 
     @staticmethod
-    def backward(ctx, d_logprobs, d_entropies):
+    def backward(ctx, *d_outputs):
         hidden, weight, targets = ctx.saved_tensors
-        temperature, of_chunk, rows = ctx.settings
-        weight = weight.detach().requires_grad_(ctx.needs_input_grad[1])
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
-        d_hidden = []
-        gradients = d_logprobs, d_entropies
-        in_loss = [i for i, d in enumerate(gradients) if d is not None]
-        chunks = (x.split(rows) for x in (hidden, targets, *(gradients[i] for i in in_loss)))
-        for h, t, *d_outputs in zip(*chunks):
-            h = h.detach().requires_grad_()
-            with torch.enable_grad():
-                outputs = of_chunk(h, weight, t, temperature)
-            torch.autograd.backward([outputs[i] for i in in_loss], d_outputs)
-            d_hidden.append(h.grad)
-            if weight.requires_grad:
-                d_weight += weight.grad
-                weight.grad = None
+        temperature, rows, compile = ctx.settings
+        function = maybe_compiled(chunk_gradients, compile)
+        d_hidden, d_weight = [], None
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for h, t, *d in zip(*(x.split(rows) for x in (hidden, targets, *d_outputs))):
+            d_logits = function(h, weight, t, temperature, *d)
+            d_hidden.append(d_logits @ weight)
+            if d_weight is not None:
+                d_weight += d_logits.T @ h
         return torch.cat(d_hidden), d_weight, None, None, None, None
 
 
@@ -1300,7 +1292,7 @@ class HFTokenizer:
                     ids = read_json(self.folder / name).get("eos_token_id")
                     stop_ids.update(ids if isinstance(ids, list) else [ids])
             # A negative id stands for none.
-            self.stop_ids = sorted(int(i) for i in stop_ids - {None} if int(i) >= 0)
+            self.stop_ids = sorted(i for i in stop_ids - {None} if i >= 0)
         self.tokenizer = self.hf.backend_tokenizer  # much faster than through transformers
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
@@ -1316,8 +1308,7 @@ class HFTokenizer:
         """A character tokenizer over what `texts` contain: a BPE without merges."""
         special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
         vocab = [*special.values(), *sorted(set("".join(texts)))]
-        with attempt("make a tokenizer of the characters in the prompts"):
-            bpe = tokenizers.models.BPE({x: i for i, x in enumerate(vocab)}, [], unk_token="<unk>")
+        bpe = tokenizers.models.BPE({x: i for i, x in enumerate(vocab)}, [], unk_token="<unk>")
         tokenizer = tokenizers.Tokenizer(bpe)
         tokenizer.decoder = tokenizers.decoders.Fuse()
         return cls("embedded", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
@@ -1341,8 +1332,7 @@ class HFTokenizer:
         If a token spans both, they are the ids of `text` alone.
         """
         start, whole = len(context), context + text
-        with attempt(f"encode {text!r:.80}"):  # which may be half of a surrogate pair
-            encoding = self.tokenizer.encode(whole, add_special_tokens=add_special_tokens)
+        encoding = self.tokenizer.encode(whole, add_special_tokens=add_special_tokens)
         tokens = list(zip(encoding.ids, encoding.offsets))
         if any(a < start < b and i not in self.stop_ids for i, (a, b) in tokens):
             return self.encode(text)
@@ -1360,23 +1350,22 @@ class HFTokenizer:
             return self.encode(text)
         return [*self.encode(text, add_special_tokens=True), self.eos_id]
 
-    def encode_feedback(self, text: str | list[dict], cut: bool = False) -> list[int]:
+    def encode_feedback(self, text: str | list[dict]) -> list[int]:
         """What the chat template puts between two turns of the assistant, around `text`.
 
-        It begins with the stop token if the first of the turns was cut.
+        Without the stop token of the first turn, which was sampled.
         """
         messages = as_messages(text)
         stop_tokens = list(filter(None, self.hf.convert_ids_to_tokens(self.stop_ids)))
         if self.hf.chat_template:
-            turn = {"role": "assistant", "content": "<<turn>>"}
-            whole = self.render([*as_messages("-"), turn, *messages])
-            _, answer, tail = whole.partition("<<turn>>")
-            if not answer:
+            turns = [*as_messages("-"), {"role": "assistant", "content": "<<turn>>"}, *messages]
+            whole = self.render(turns)
+            _, found, tail = whole.partition("<<turn>>")
+            if not found:
                 raise UserError(f"the chat template of {self.folder} leaves out earlier turns")
         else:
             whole = tail = "".join(stop_tokens[:1]) + self.render(messages)
-        if not cut:  # the stop token was sampled
-            tail = re.sub(rf"^\s*({'|'.join(map(re.escape, stop_tokens))})", "", tail)
+        tail = re.sub(rf"^\s*({'|'.join(map(re.escape, stop_tokens))})", "", tail)
         return self.encode(tail, context=whole.removesuffix(tail))
 
     def decode(self, ids: list[int]) -> str:
@@ -1413,20 +1402,6 @@ def load_config(folder: str) -> PretrainedConfig:
         return check_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
 
-def load_config_and_tokenizer(folder: str, positions=0) -> tuple[PretrainedConfig, HFTokenizer]:
-    """Of a model that shall read texts of up to `positions` tokens."""
-    config = load_config(folder)
-    tokenizer = HFTokenizer(folder)
-    if positions > (most := config.max_position_embeddings):
-        raise UserError(f"--max-new-tokens: {positions} with the prompt, {folder} takes {most}")
-    if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(
-            f"{folder}: a vocabulary of {config.vocab_size}, "
-            f"the tokenizer needs {tokenizer.vocab_size}"
-        )
-    return config, tokenizer
-
-
 def load_hf_checkpoint(path, head="lm") -> tuple[Transformer, PretrainedConfig]:
     """The model of a Hugging Face folder on the CPU. head="scalar": a critic or a reward model."""
     config = load_config(path)
@@ -1445,42 +1420,29 @@ def load_weights(model: Transformer, folder: str, needs_head: bool = True):
     """Fill `model`, which may be sharded, from the safetensors in `folder`.
 
     The files may have another head in addition to the model's; with needs_head=False they may lack
-    the model's, which then keeps its weights.
+    the model's, which then keeps its weights. A head that the configuration ties to the embedding
+    is not read. All ranks must call it: each reads its shards.
     """
-    missing = dict(model.named_parameters())
-    with attempt(f"load model.safetensors, or the files of its index, in {folder}"):
-        files = weight_map(folder)
-        read = lambda name: safetensors.safe_open(files[name], "pt").get_tensor(name)
-        for name in files:
-            if name in missing:
-                assign(missing.pop(name), read(name), name)
-            elif name not in HEADS and "rotary_emb" not in name:
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    with attempt(f"load the safetensors in {folder}"):
+        reader = dcp.HuggingFaceStorageReader(folder)
+        files = reader.read_metadata().state_dict_metadata
+        for name, content in files.items():
+            if name not in weights and name not in HEADS and "rotary_emb" not in name:
                 raise ValueError(f"the model has no {name}")
-        missing = [name for name in missing if needs_head or name not in HEADS]
-        if missing:
-            raise ValueError(f"the files lack {', '.join(missing[:3])}")
-        if model.tied and "lm_head.weight" in files:
-            if not torch.equal(read("lm_head.weight"), read("model.embed_tokens.weight")):
-                raise ValueError("lm_head.weight differs: set tie_word_embeddings to false")
-
-
-def weight_map(folder: str) -> dict[str, Path]:
-    """{tensor: file}. As in transformers, other files of the folder are ignored."""
-    file = Path(folder, "model.safetensors")
-    if file.is_file():
-        return dict.fromkeys(safetensors.safe_open(file, "pt").keys(), file)
-    index = read_json(Path(folder, "model.safetensors.index.json"))
-    return {tensor: Path(folder, name) for tensor, name in index["weight_map"].items()}
+            if len(content.chunks) > 1:
+                raise ValueError(f"{name} is in more than one file")
+        if not needs_head:
+            weights = {name: p for name, p in weights.items() if name in files or name not in HEADS}
+        dcp.load(weights, storage_reader=reader)
 
 
 HEADS = ("lm_head.weight", "score.weight")
 
 
 @torch.no_grad()
-def assign(p: Tensor, whole: Tensor, name: str):
+def assign(p: Tensor, whole: Tensor):
     """Copy a whole tensor into one that may be sharded."""
-    if p.shape != whole.shape:
-        raise ValueError(f"{name} is {list(whole.shape)}, in the model {list(p.shape)}")
     if isinstance(p, DTensor):
         whole = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
     p.copy_(whole)
@@ -1494,7 +1456,7 @@ def copy_weights(source: Transformer, target: Transformer):
     sources = dict(source.named_parameters())
     for name, p in target.named_parameters():
         if name in sources:
-            assign(p, full_tensor(sources[name].detach().to(p.dtype)), name)
+            assign(p, full_tensor(sources[name].detach().to(p.dtype)))
 
 
 def full_tensor(x: Tensor) -> Tensor:
@@ -1512,12 +1474,12 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
     if RANK == 0:
         config = copy.deepcopy(model.config)
         config.dtype = weights["model.norm.weight"].dtype
+        config.eos_token_id = tokenizer.stop_ids
         task = "CausalLM" if model.head == "lm" else "SequenceClassification"
         config.architectures = [f"{config.model_type.capitalize()}For{task}"]
         if model.head != "lm":
             config.num_labels = 1
             config.pad_token_id = tokenizer.pad_id  # transformers finds the last token by it
-        vars(config).pop("quantization_config", None)  # the weights are no longer quantized
         rope = config.rope_parameters
         # Transformers 4 reads these names. Without them it would take another base.
         names = {
@@ -1526,15 +1488,8 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
         }
         with attempt(f"write {path}"):
             tokenizer.hf.save_pretrained(path)
-            file = path / "model.safetensors"
-            safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
-            config.save_pretrained(path)
-            file = path / "config.json"
-            write_json(file, read_json(file) | names)
-            generation_config = tokenizer.folder / "generation_config.json"
-            if generation_config.is_file():
-                # without its mode, which may be read-only
-                shutil.copyfile(generation_config, path / generation_config.name)
+            safetensors.torch.save_file(weights, path / "model.safetensors", {"format": "pt"})
+            write_json(path / "config.json", config.to_dict() | names)
             print0(f"saved {path}")
     if dist.is_initialized():
         dist.barrier()
@@ -1553,8 +1508,8 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 # in the warm start. info["success"] of the last step counts for accuracy. info["rewards"] of a step
 # may hold dense rewards in addition to `reward`: [(end, reward), ...], each for the characters
 # response[:end]. Of the numbers in info["metrics"], {name: number}, the means are logged.
-# An environment that has `num_prompts`, and at seed i prompt i % num_prompts, has each of them
-# evaluated equally often, and those that are too long are found before the run begins.
+# Of an environment that has `num_prompts`, and at seed i prompt i % num_prompts, prompts that are
+# too long are found before the run begins.
 # truncated=True is final, too: nothing is added for what might have followed. Where gamma is 1 and
 # every episode is cut, the critic would learn its own value plus the reward, and grow for ever. If
 # a limit of time is not part of the task, add what is still to come to the last reward.
@@ -1626,19 +1581,13 @@ class Prompts(gym.Env):
         if reward:
             with attempt(f"import the reward function {reward}"):
                 self.reward = pkgutil.resolve_name(reward)  # in place of the method below
-                if not callable(self.reward):
-                    raise ValueError("it must have the form my_module:my_function")
 
     @staticmethod
     def convert(row):
-        if "prompt" in row:
-            return row
-        if "messages" not in row:
-            raise ValueError(f"no prompt or messages; the keys are {', '.join(row.keys())}")
-        return row | {"prompt": row["messages"]}
+        return row if "prompt" in row else row | {"prompt": row["messages"]}
 
     def reset(self, *, seed=None, options=None):
-        self.row = copy.deepcopy(self.rows[(seed or 0) % len(self.rows)])
+        self.row = copy.deepcopy(self.rows[seed % len(self.rows)])
         return self.row["prompt"], self.row
 
     def step(self, response):
@@ -1698,8 +1647,6 @@ def env_threads() -> ThreadPool:
 def set_up_thread(gradients: bool):
     """In a new thread, and where the import of user code may have changed something."""
     torch.set_grad_enabled(gradients)
-    torch.set_default_device(None)
-    torch.set_default_dtype(torch.float32)
     if torch.cuda.is_initialized():
         torch.cuda.set_device(LOCAL_RANK)
 
@@ -1708,15 +1655,10 @@ def as_messages(text) -> list[dict]:
     """Text as a user message; or messages, which are checked."""
     if isinstance(text, str):
         return [{"role": "user", "content": text}]
-    for message in text if isinstance(text, list) else [text]:
-        match message:
-            case {"role": str(role), "content": str()} if message is not text:
-                continue
-        raise TypeError(
-            f"{message!r:.80}, of type {type(message).__name__}: must be text, or a list of "
-            "messages whose role and content are text"
-        )
-    if not text or role == "assistant":
+    for message in text:
+        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
+            raise TypeError(f"{message!r:.80}: role and content must be text")
+    if not text or text[-1]["role"] == "assistant":
         raise ValueError("the last message is the assistant's, which the model shall write")
     return list(text)
 
@@ -1724,19 +1666,13 @@ def as_messages(text) -> list[dict]:
 def reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
     """The prompt as messages, and info."""
     with attempt(f"reset the environment with seed {seed}", CodeError):
-        result = env.reset(seed=seed)
-        match result:
-            case [prompt, dict(info)]:
-                return as_messages(prompt), info
-        raise TypeError(f"{result!r:.80} is not (prompt, info)")
+        prompt, info = env.reset(seed=seed)
+        return as_messages(prompt), info
 
 
 def step(env: gym.Env, response: str):
     """The next messages, the reward, "terminated", "truncated" or "", and info."""
     text, reward, terminated, truncated, info = env.step(response)
-    flags = terminated, truncated, info.get("success", False)
-    if not all(flag in (True, False) for flag in flags):
-        raise ValueError(f"terminated, truncated and success must be bools: {flags!r:.200}")
     end = "terminated" if terminated else "truncated" if truncated else ""
     return [] if end else as_messages(text), reward, end, info
 
@@ -1796,28 +1732,20 @@ def make_envs(args, on_exit: contextlib.ExitStack, evaluation: bool = False) -> 
     if evaluation:
         flags += f" --eval-env-kwargs {args.eval_env_kwargs}"
     with attempt(f"make the environment of {flags}"):
-        kwargs = dict(**json.loads(args.env_kwargs))
+        kwargs = json.loads(args.env_kwargs)
         if evaluation:
-            kwargs |= dict(**json.loads(args.eval_env_kwargs))
+            kwargs |= json.loads(args.eval_env_kwargs)
         if args.env_id == "Prompts-v0" and not (kwargs.get("reward") or args.reward_model):
             raise UserError(
                 "Prompts-v0: nothing gives rewards. Add --reward-model, or a function of yours to "
                 '--env-kwargs, "reward": "my_module:my_function"'
             )
         envs = []
-        on_exit.callback(close_all, envs)
+        on_exit.callback(lambda: [env.close() for env in envs])
         for _ in range(count):
             envs.append(gym.make(args.env_id, disable_env_checker=True, **kwargs))
     set_up_thread(gradients=True)
     return envs
-
-
-def close_all(envs: list[gym.Env]):
-    for env in envs:
-        try:
-            env.close()
-        except (Exception, SystemExit) as error:  # the run has ended all the same
-            print0(f"cannot close an environment: {error!r}")
 
 
 def check_prompts(envs: list[gym.Env], tokenizer: HFTokenizer, args):
@@ -1854,8 +1782,6 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
     It is 1 if the values predict the returns up to a constant, 0 for values that are all the same.
     """
-    if len(returns) == 0:
-        return math.nan
     variance = returns.var(correction=0)
     explained = 1 - (returns - values).var(correction=0) / variance
     return float(explained) if variance > 1e-10 else math.nan
@@ -1866,21 +1792,18 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
 
     The reward is without --truncation-penalty.
     """
-    N = args.eval_episodes
-    if N == 0:
+    if args.eval_episodes == 0:
         return {}
-    prompts = getattr(envs[0].unwrapped, "num_prompts", N)
-    N -= N % min(N, prompts)  # each of few prompts counts equally often
     noise = -1 - iteration  # negative: other noise than in training
 
     def play_at(temperature):
         settings = dataclasses.replace(args, temperature=temperature)
-        return play(decoder, tokenizer, envs, range(N), noise, settings)
+        return play(decoder, tokenizer, envs, range(args.eval_episodes), noise, settings)
 
     sampled, greedy = play_at(1.0), play_at(0.0)
     if reward_model:
         add_scores(sampled, reward_model, args)
-    result = {"episodes": N} | means(sampled) | {"greedy_accuracy": means(greedy)["accuracy"]}
+    result = means(sampled) | {"greedy_accuracy": means(greedy)["accuracy"]}
     numbers = ", ".join(f"{name} {round(x, 4)}" for name, x in result.items())
     print0(f"after {iteration} iterations: {numbers}")
     return result
@@ -1915,7 +1838,7 @@ def iteration_metrics(episodes, experience, actor_stats, critic_stats, evaluatio
     metrics = means(episodes, "objective/") | {
         "objective/reward": float(masked_mean(e.rewards.sum(1), scored)),  # without the KL
         "objective/entropy": -float(masked_mean(e.old_logprobs, mask)),
-        "objective/kl": float(masked_mean(kl_of_samples(e), scored)),
+        "objective/kl": float(masked_mean((e.old_logprobs - e.ref_logprobs).sum(1), scored)),
         "critic/explained_variance": explained_variance(e.values[mask], e.returns[mask]),
         "critic/value_mean": float(masked_mean(e.values, mask)),
         "critic/return_mean": float(masked_mean(e.returns, mask)),
@@ -1933,16 +1856,10 @@ def iteration_metrics(episodes, experience, actor_stats, critic_stats, evaluatio
     return metrics
 
 
-def kl_of_samples(e: Experience) -> Tensor:
-    """[N] k1 of each sample, in nats"""
-    return (e.old_logprobs - e.ref_logprobs).sum(1)
-
-
 def completions(episodes: list[Episode], experience: Experience) -> list[dict]:
     """The first samples of a rollout, for completions.jsonl."""
-    rewards, kls = experience.rewards.sum(1).tolist(), kl_of_samples(experience).tolist()
     samples = []
-    for episode, reward, kl in list(zip(episodes, rewards, kls, strict=True))[:4]:
+    for episode, reward in zip(episodes[:4], experience.rewards.sum(1).tolist()):
         texts = [message["content"] for message in episode.conversation]
         n = episode.prompt_messages
         samples.append({
@@ -1951,14 +1868,13 @@ def completions(episodes: list[Episode], experience: Experience) -> list[dict]:
             "stop": episode.stop,
             "reward": reward,
             "n_tokens": sum(episode.mask),
-            "kl": kl,
-        })  # fmt: skip
+        })
     return samples
 
 
 ADVICE = {  # by the cause of a ratio that stays at 1, or begins elsewhere
     "critic_warmup": "see --critic-warmup-iterations",
-    "empty_mask": "no token trains: check --max-new-tokens, the mask, and rewards of None",
+    "empty_mask": "no token trains: check --max-new-tokens, the mask, choice of samples, rewards of None",
     "forward_mismatch": "dropout? shifted mask? another temperature? samples of an earlier policy?",
     "kl_early_stop": "raise --target-kl or lower --actor-lr",
     "no_step": "no step was made: were there minibatches?",
@@ -1993,7 +1909,7 @@ def diagnose_ratio(actor, sampler, experience, steps, early_stop, state, args) -
     cause = None
     if state.iteration < args.critic_warmup_iterations:
         cause = "critic_warmup"
-    elif len(experience.tokens) and not experience.mask.any():
+    elif not experience.mask.any():
         cause = "empty_mask"
     elif first_dev > (0.05 if args.dtype == "bfloat16" else 1e-4):
         cause = "forward_mismatch"
@@ -2079,10 +1995,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 class UserError(ValueError):
-    """An error that the user can fix. It is printed as one line, and the exit code is 2."""
-
-    def __str__(self):
-        return " ".join(super().__str__().split())
+    """An error that the user can fix. It is printed alone; the exit code is 2."""
 
 
 class CodeError(UserError):
@@ -2108,7 +2021,7 @@ progress_bar = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 
 
 def print0(text: str):
     if RANK == 0:
-        with contextlib.suppress(OSError, ValueError):  # if stdout was closed
+        with contextlib.suppress(OSError, ValueError):  # if stdout was closed, or cannot show it
             print(text, flush=True)
 
 
@@ -2144,7 +2057,7 @@ def complete(args: Args) -> Args:
 
 
 NOT_ZERO = (
-    "temperature", "max_turn_tokens", "rollout_slots", "rollout_batch_size", "n_samples_per_prompt",
+    "temperature", "rollout_slots", "rollout_batch_size", "n_samples_per_prompt",
     "train_batch_size", "max_new_tokens")  # fmt: skip
 
 
@@ -2159,8 +2072,6 @@ def check_flags(args):
     if samples % args.train_batch_size:
         flag = f"--train-batch-size {args.train_batch_size}"
         raise UserError(f"{flag}: must divide the {samples} samples of an iteration")
-    if args.ref_sync_every and not args.kl_coef:
-        raise UserError("--ref-sync-every: needs --kl-coef above 0")
     if args.critic_epochs == 0 and (args.critic_model or args.critic_warmup_iterations):
         raise UserError("--critic-epochs 0: without --critic-model or --critic-warmup-iterations")
     if args.resume == "auto" and not args.run_name:
@@ -2251,8 +2162,6 @@ def microbatches(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Tenso
             longest = length
         tokens += length
         area += longest
-        if start // WORLD_SIZE % 2:
-            group.reverse()  # 0 1 2 2 1 0 0 1 ... keeps the ranks in balance
         parts[-1] += group[RANK : RANK + 1]
     return [torch.tensor(part, dtype=torch.int64) for part in parts]
 
@@ -2264,7 +2173,7 @@ def shard(model: Transformer, args):
         torch._dynamo.config.recompile_limit = 64  # blocks of all models share one piece of code
         # Otherwise the backward pass of the norms has other kernels for few tokens than for many.
         torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
-        model.of_chunk = compiled(chunk_logprobs)
+        model.compile_head = "on"
         for block in model.model.layers:
             block.compile(dynamic=True)
     if WORLD_SIZE == 1 and args.dtype == "float32":
@@ -2286,9 +2195,10 @@ def shard(model: Transformer, args):
 
 
 def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Transformer:
-    """A model whose weights are NaN: sharded or, as a sampler, whole and in the forward's dtype.
+    """A model whose weights are NaN, but those of a scalar head 0.
 
-    It is made without storage, so that each rank allocates its shards alone.
+    It is sharded or, as a sampler, whole and in the forward's dtype; made without storage, so that
+    each rank allocates its shards alone.
     """
     with torch.device("meta"):
         model = Transformer(config, head)
@@ -2299,6 +2209,8 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
     model.to_empty(device=args.device)
     for p in model.parameters():
         nn.init.constant_(p, math.nan)  # so that one that nobody initializes is noticed
+    if head == "scalar":
+        nn.init.zeros_(model.score.weight)
     model.tie_weights()
     model.rope = rope_frequencies(config)[0].to(args.device)
     return model
@@ -2339,13 +2251,29 @@ def longest(args) -> int:
     return args.max_prompt_tokens + args.max_new_tokens
 
 
+def load_model(folder: str, head: str, args, needs_head=True) -> tuple[HFTokenizer, Transformer]:
+    """The tokenizer and the model of a folder, for texts as long as a sample may be."""
+    config, tokenizer = load_config(folder), HFTokenizer(folder)
+    positions = config.max_position_embeddings
+    if longest(args) > positions:
+        raise UserError(
+            f"--max-new-tokens: {longest(args)} with the prompt, {folder} takes {positions}"
+        )
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{folder}: a vocabulary of {config.vocab_size}, "
+            f"the tokenizer needs {tokenizer.vocab_size}"
+        )
+    model = build_model(config, head, args)
+    load_weights(model, folder, needs_head)
+    return tokenizer, model
+
+
 def build_actor(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     """The tokenizer and the actor, with the weights of --model or random ones."""
     if args.model:
-        config, tokenizer = load_config_and_tokenizer(args.model, longest(args))
+        tokenizer, actor = load_model(args.model, "lm", args)
         tokenizer.template_kwargs = args.chat_template_kwargs
-        actor = build_model(config, "lm", args)
-        load_weights(actor, args.model)
         return tokenizer, actor
     tokenizer, embedded = embedded_model(args, env)
     return tokenizer, copy_model(embedded, args)
@@ -2353,15 +2281,11 @@ def build_actor(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
 
 def build_critic(actor: Transformer, tokenizer: HFTokenizer, args) -> Transformer:
     """A copy of the actor, or what --critic-model names, with a head of zeros unless it has one."""
-    config = actor.config
     if args.critic_model:
-        config, critic_tokenizer = load_config_and_tokenizer(args.critic_model, longest(args))
+        critic_tokenizer, critic = load_model(args.critic_model, "scalar", args, needs_head=False)
         check_vocabulary(critic_tokenizer, tokenizer)
-    critic = build_model(config, "scalar", args)
-    nn.init.zeros_(critic.score.weight)
-    if args.critic_model:
-        load_weights(critic, args.critic_model, needs_head=False)
     else:
+        critic = build_model(actor.config, "scalar", args)
         copy_weights(actor, critic)
     return critic
 
@@ -2374,9 +2298,7 @@ def copy_model(model: Transformer, args, sampler=False) -> Transformer:
 
 def frozen_model(folder: str, head: str, args) -> tuple[Transformer, HFTokenizer]:
     """A model that never changes, so that checkpoints do not contain it, and its tokenizer."""
-    config, tokenizer = load_config_and_tokenizer(folder)
-    model = build_model(config, head, args)
-    load_weights(model, folder)
+    tokenizer, model = load_model(folder, head, args)
     model.requires_grad_(False)
     return model, tokenizer
 
@@ -2398,14 +2320,8 @@ def add_scores(episodes: list[Episode], reward_model, args):
         text.add(ids)
         texts.append(text)
     experience = Experience.from_episodes(texts)
-    lengths = experience.lengths
-    if lengths.max() > (positions := model.config.max_position_embeddings):
-        raise UserError(
-            f"--reward-model {args.reward_model}: {positions} positions, a conversation has "
-            f"{lengths.max()}"
-        )
     scores = forward_all(lambda mb: model(mb.tokens), experience, args)  # [N, T]
-    for episode, row, length in zip(episodes, scores, lengths, strict=True):
+    for episode, row, length in zip(episodes, scores, experience.lengths, strict=True):
         episode.score = float(row[length - 1])
         episode.rewards[-1] += episode.score
 
@@ -2481,7 +2397,7 @@ class TrainState:
     eval_before: dict | None = None
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
 def heed_signals():
@@ -2640,12 +2556,6 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("iter_" + 6 * "[0-9]"), reverse=True)
 
 
-def sync(path: Path):
-    file = os.open(path, os.O_RDONLY)
-    os.fsync(file)
-    os.close(file)
-
-
 KEEP_CHECKPOINTS = 2
 
 
@@ -2667,8 +2577,6 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
             content = {"state": vars(state), "args": vars(args), "files": files}
             write_json(partial / "state.json", content)
             shutil.rmtree(path, ignore_errors=True)  # an incomplete one
-            for written in (*partial.iterdir(), partial):  # to the disk: the power may fail
-                sync(written)
             partial.rename(path)
             for old in list(filter(is_complete, checkpoints(path.parent)))[KEEP_CHECKPOINTS:]:
                 shutil.rmtree(old, ignore_errors=True)  # a link stays
@@ -2696,12 +2604,8 @@ def resume(path: Path, checkpointed: dict, args) -> TrainState:
             before = content["args"].get(name)
             if value != before and name not in ("resume", "run_name", "log_dir"):
                 print0(f"  --{name.replace('_', '-')} {value}, in the checkpoint {before}")
-        reader = dcp.HuggingFaceStorageReader(str(path))
-        tensors = checkpoint_tensors(checkpointed)
-        dcp.load(tensors, storage_reader=reader)
-        unused = sorted(reader.read_metadata().state_dict_metadata.keys() - tensors.keys())
-        if unused:
-            print0(f"  {len(unused)} tensors of it are not used, for example {unused[0]}")
+        reader = dcp.HuggingFaceStorageReader(path)
+        dcp.load(checkpoint_tensors(checkpointed), storage_reader=reader)
         state = TrainState(**content["state"])
     print0(f"resuming from {path}, after {state.iteration} iterations")
     return state
@@ -2709,8 +2613,6 @@ def resume(path: Path, checkpointed: dict, args) -> TrainState:
 
 def main():
     sys.path.append(os.getcwd())  # find modules of the user in the working directory, too
-    with contextlib.suppress(Exception):  # if stdout was replaced or closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # where it cannot show all characters
     args = tyro.cli(
         Args,
         description=f"{Args.__doc__} DEFAULTS without and with --model: {DEFAULTS}",

@@ -101,8 +101,7 @@ EXPERIMENTS = {
     "reference": Experiment(
         "What does the reference do?",
         [Run("default"), Run("no reference", "--kl-coef 0"), Run("KL 0.005", "--kl-coef 0.005"),
-         Run("KL 0.08", "--kl-coef 0.08"), Run("KL 0.3", "--kl-coef 0.3"),
-         Run("synced every 20", "--ref-sync-every 20")], "entropy"),
+         Run("KL 0.08", "--kl-coef 0.08"), Run("KL 0.3", "--kl-coef 0.3")], "entropy"),
     "clip": Experiment(
         "What does clipping do?",
         [Run("0.2, default"), Run("0.05", "--clip-low 0.05 --clip-high 0.05"), Run("0.2, up 0.4", "--clip-high 0.4"),

@@ -100,7 +100,7 @@ def sampled(folder: str, dtype: str, new: int):
         model=folder, device="cpu", dtype=dtype, max_prompt_tokens=96, max_new_tokens=new, rollout_slots=8,
         train_batch_size=4, micro_batch_tokens=160)  # fmt: skip
     ppo_llm.connect(args)
-    config, tokenizer = ppo_llm.load_config_and_tokenizer(folder)
+    config, tokenizer = ppo_llm.load_config(folder), ppo_llm.HFTokenizer(folder)
     actor = ppo_llm.build_model(config, "lm", args)
     ppo_llm.load_weights(actor, folder)
     sampler = ppo_llm.build_model(config, "lm", args, sampler=True)

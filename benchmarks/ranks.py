@@ -26,7 +26,7 @@ from common import ROOT, hardware, line, patched_script, read_lines, table
 MANY = sys.argv[1:2] == ["many"]
 FLAGS = (
     "--num-iterations 3 --rollout-batch-size 64 --n-samples-per-prompt 2 --train-batch-size 32 "
-    "--micro-batch-tokens 200 --sft-steps 5 --eval-episodes 32 --kl-coef 0.05 --ref-sync-every 2 "
+    "--micro-batch-tokens 200 --sft-steps 5 --eval-episodes 32 --kl-coef 0.05 "
     "--entropy-coef 0.01 --truncation-penalty 0.1"
 ).split()
 RUNS = {  # name: (ranks, further flags); 0 ranks: no torchrun

@@ -63,6 +63,7 @@ config.compile_threads = 1  # other processes would not know the device
 config.use_static_triton_launcher = config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
 config.shape_padding = False  # it would be decided by benchmarks
 torch._dynamo.config.recompile_limit = 64  # as the scripts do
+torch.autograd.set_multithreading_enabled(False)  # a thread of the backward pass would have other configurations
 launches = []  # (CachingAutotuner, that is a kernel in all its configurations, bytes that it moves) of each launch
 aten, library = torch.ops.aten, simulated_cuda.libraries["aten"]
 

@@ -79,7 +79,6 @@ TURNS = chat(("system", "Be brief."), ("user", "a?"), ("assistant", "b"), ("user
                                       ALTERNATE + LLAMA3, None])  # fmt: skip
 @pytest.mark.parametrize("prompt", [TURNS, TURNS[1:], TURNS[:2], TURNS[1:2], "a?"])
 def test_messages_have_the_ids_of_the_template_and_so_have_those_between_turns(ppo, tmp_path, template, prompt):
-    """Also after a response that was cut, which gets the stop token that it lacks."""
     tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, template))
     messages = prompt if isinstance(prompt, list) else chat(("user", prompt))
     env = types.SimpleNamespace(reset=lambda seed: (prompt, {}), step=None)
@@ -87,13 +86,13 @@ def test_messages_have_the_ids_of_the_template_and_so_have_those_between_turns(p
         with pytest.raises(ppo.UserError, match=r"the chat template of .*: (no system role|roles must alternate)"):
             ppo.Episode(7).begin(env, tokenizer, ppo.Args(max_prompt_tokens=999))
         return
-    for cut, feedback in ((c, f) for c in (False, True) for f in ("d", TOOL, [*TOOL, *chat(("user", "d"))])):
+    for feedback in "d", TOOL, [*TOOL, *chat(("user", "d"))]:
         if template == ALTERNATE + LLAMA3 and feedback != "d":
             continue
         env.step = lambda _, feedback=feedback: (feedback, 0.0, False, False, {})
         episode = ppo.Episode(7)
         episode.begin(env, tokenizer, ppo.Args(max_prompt_tokens=999))
-        ids = [*tokenizer.encode("e"), *([] if cut else [tokenizer.eos_id])]
+        ids = [*tokenizer.encode("e"), tokenizer.eos_id]
         episode.add(ids, [0.0] * len(ids))
         episode.end_turn(env, episode.prompt_length, tokenizer, ppo.Args(max_new_tokens=999))
         between = chat(("user", "d")) if feedback == "d" else feedback
@@ -120,12 +119,9 @@ def test_arguments_of_the_template_and_what_is_wrong_with_them(ppo, tmp_path):
 
 @pytest.mark.parametrize("feedback", [None, 5, b"c", {"a": 1}, {"a": 1, "b": 2}, [], ["c"], [{"role": "user"}],
                                       [{"role": "tool", "content": {"x": 1}}], np.zeros(2)])  # fmt: skip
-def test_what_is_no_text_between_turns_is_one_line_with_seed_and_type(ppo, tokenizer, feedback):
+def test_what_is_no_text_between_turns_is_an_error_that_names_the_seed(ppo, tokenizer, feedback):
     actor, envs = scripted_model(ppo, tokenizer, {"=": "b"}), make_envs("Endless", 1, feedback=feedback)
-    is_list = isinstance(feedback, list)
-    kind = type(feedback[0] if is_list and feedback else feedback).__name__
-    expected = "last message is the assistant's" if is_list and not feedback else f"of type {kind}: must be text, or a list of"  # noqa: E501
-    with pytest.raises(ppo.UserError, match=f"cannot play the episode with seed 3: .*{expected}"):
+    with pytest.raises(ppo.UserError, match="cannot play the episode with seed 3: "):
         run(ppo, actor, tokenizer, envs, ids=[(3, 0)])
 
 
@@ -142,14 +138,12 @@ def test_numbers_of_numpy_and_torch_become_floats(ppo, tokenizer, x):
 
 
 @pytest.mark.parametrize(("part", "reward", "terminated", "info"), [
-    ("bools: (True, False, 'False')", 1.0, True, {"success": "False"}), ("bools: (True, False, nan)", 1.0, True, {"success": math.nan}),  # noqa: E501
-    ("bools: ('False', False, False)", 1.0, "False", {}), ("bools: (None", 1.0, None, {}),
     ("a number in info['rewards'] is np.float32(nan), which", 1.0, True, {"rewards": [(1, np.float32(math.nan))]}),
     ("a number in info['rewards'] is '1'", 1.0, True, {"rewards": [(1, "1")]}),
     ("info['metrics']['a'] is None, which is not a finite number", 1.0, True, {"metrics": {"a": None}}),
     ("the reward of a step is {'score': 1.0}", {"score": 1.0}, True, {}), ("the reward of a step is [1.0]", [1.0], True, {}),  # noqa: E501
 ])  # fmt: skip
-def test_what_is_no_number_and_no_bool_is_refused(ppo, tokenizer, part, reward, terminated, info):
+def test_what_is_no_number_is_refused(ppo, tokenizer, part, reward, terminated, info):
     env = types.SimpleNamespace(reset=lambda seed: ("a", {}), step=lambda _: ("", reward, terminated, False, info))
     with pytest.raises(ValueError, match=re.escape(part)):
         episode_of(ppo, tokenizer, env)
@@ -158,7 +152,7 @@ def test_what_is_no_number_and_no_bool_is_refused(ppo, tokenizer, part, reward, 
 @pytest.mark.parametrize(("result", "expected"), [
     (0.5, (0.5, True, {})), ((0.5, False), (0.5, False, {})), ((0.0, True), (0.0, True, {})),
     ((0.0, {"format": 1.0, "right": 0}), (0.0, False, {"format": 1.0, "right": 0.0})), ((1.0, {}), (1.0, True, {})),
-    *[(wrong, None) for wrong in ((0.5, "False"), (0.5, 0.3), (0.5, None), (0.5, [1.0]), (0.5, {"a": "b"}), (0.5, True, {}))],  # noqa: E501
+    *[(wrong, None) for wrong in ((0.5, {"a": "b"}), (0.5, True, {}))],
 ])  # fmt: skip
 @pytest.mark.parametrize("is_async", [False, True])
 def test_results_of_a_reward_function(ppo, tokenizer, tmp_path, result, expected, is_async):
@@ -196,8 +190,8 @@ environments.gym.register("Unscored-v0", entry_point=Unscored)
 
 @pytest.mark.both
 def test_samples_without_a_reward_do_not_train_and_are_counted_and_metrics_are_logged(ppo, tmp_path):
-    seen = record(ppo, tmp_path, env_id="Unscored-v0", max_new_tokens=16, eval_episodes=6, eval_every=1, kl_coef=0.1,
-                  max_turn_tokens=3, recompute_old_logprobs=False)  # fmt: skip
+    seen = record(ppo, tmp_path, env_id="Unscored-v0", max_new_tokens=64, eval_episodes=6, eval_every=1, kl_coef=0.1,
+                  recompute_old_logprobs=False)  # fmt: skip
     for row, episodes, call in zip(seen.rows, seen.episodes, seen.calls["make_experience"], strict=True):
         thirds = torch.tensor([e.stop == "unscored" for e in episodes])
         assert thirds.tolist() == [e.seed % 3 == 0 for e in episodes] and 0 < thirds.sum() < 8
@@ -215,21 +209,6 @@ def test_samples_without_a_reward_do_not_train_and_are_counted_and_metrics_are_l
 def test_without_evaluations(ppo, tmp_path):
     seen = record(ppo, tmp_path, eval_episodes=0, eval_every=1)
     assert not seen.evaluations and seen.summary["eval_before"] == seen.summary["eval_after"] == {}
-
-
-@pytest.mark.both
-@pytest.mark.parametrize("limit", [2, 3, None])
-def test_a_turn_that_never_ends_is_cut_and_answered(ppo, tokenizer, limit):
-    """After "=" and "c" the model says b for ever. A turn of `limit` tokens is cut; at the end --max-new-tokens cuts."""  # noqa: E501
-    actor = scripted_model(ppo, tokenizer, {"=": "b", "b": "b", "c": "b"})
-    [episode] = run(ppo, actor, tokenizer, make_envs("Endless", 1), ids=[(2, 0)], max_new_tokens=11, max_turn_tokens=limit)  # noqa: E501
-    turns = {2: ["bb", "bb", "bb"], 3: ["bbb", "bbb", "b"], None: ["b" * 11]}[limit]
-    assert text(episode) == "c".join(turns) and episode.stop == "length"
-    [c] = tokenizer.encode("c")
-    between = [tokenizer.eos_id, c]
-    given = [i for i, sampled in zip(episode.ids, episode.mask) if not sampled]
-    assert given == [*tokenizer.encode("x="), *between * (len(turns) - 1)]
-    assert sum(episode.rewards) == 0.5 * len(turns)
 
 
 @pytest.mark.both

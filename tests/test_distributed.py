@@ -19,10 +19,10 @@ from test_train import SMALL, assert_same_metrics, lines
 
 pytestmark = pytest.mark.shared
 
-# Several turns, dense rewards, the KL in the loss, a reference that moves, an odd number of episodes in evaluations.
+# Several turns, dense rewards, the KL in the loss, an odd number of episodes in evaluations.
 RUN = SMALL | dict(
     num_iterations=3, ppo_epochs=1, actor_lr=1e-3, micro_batch_tokens=30, sft_steps=1, save_every=1, kl_coef=0.05,
-    kl_loss="k3", ref_sync_every=2, entropy_coef=0.01, truncation_penalty=0.1, gae_lambda=0.95, critic_lambda=0.9,
+    kl_loss="k3", entropy_coef=0.01, truncation_penalty=0.1, gae_lambda=0.95, critic_lambda=0.9,
     env_id="environments:Dense-v0", eval_episodes=3, eval_every=1, max_new_tokens=12)  # fmt: skip
 ONE = RUN | dict(num_iterations=1, sft_steps=0, save_every=0)
 # All ranks but one have no sample: FSDP hangs if they do not run the models all the same.
@@ -124,8 +124,8 @@ def assert_numbers_of_one(folder, alone, ranks):
 
 def test_two_ranks_give_the_numbers_of_one_process(alone, two):
     assert_numbers_of_one(two, alone, 2)
-    first, second, third = rows = lines(alone / "run")  # of a run in which everything moves
-    assert abs(first["objective/kl"]) < 1e-5 < 1e-4 < abs(second["objective/kl"]) and third["objective/kl"] == 0
+    first, second, _ = rows = lines(alone / "run")  # of a run in which everything moves
+    assert abs(first["objective/kl"]) < 1e-5 < 1e-4 < abs(second["objective/kl"])
     steps = [step for row in rows for step in row["ratio/steps"]]
     assert max(step["clipfrac"] for step in steps) > 0 and max(step["kl_loss"] for step in steps) > 1e-5
     assert {stop for *_, stop in saw(alone, "run", 1)[0]["episodes"]} == {"terminated", "truncated", "length"}

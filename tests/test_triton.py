@@ -43,7 +43,7 @@ def decode(script, device, dtype="float32", layers=1, size=SIZE, rows=3, prompt=
     decoder.alive.fill_(True)
     decoder.length.fill_(prompt)
     decoder.limit.fill_(prompt + 23)
-    step = ppo.decode_step if device == "cpu" else ppo.compiled(ppo.decode_step)
+    step = ppo.decode_step if device == "cpu" else ppo.maybe_compiled(ppo.decode_step, "on")
     for i in range(steps):
         decoder.temperature.fill_(0.7 if i < 3 else 1.0)
         decoder.noise_scale.fill_(i < 3)
@@ -57,7 +57,7 @@ def update(script, device, microbatches, dtype="float32", layers=1, size=SIZE, c
     model, results = random_model(ppo, device, dtype, layers, size), []
     model.checkpointing = checkpointing
     if device == "cuda":
-        model.of_chunk = ppo.compiled(ppo.chunk_logprobs)
+        model.compile_head = "on"
         for block in model.model.layers:
             block.compile(dynamic=True)
     for lengths in map(torch.tensor, microbatches):
@@ -113,7 +113,7 @@ def test_an_iteration_of_a_sharded_rank(ppo, tmp_path):
     assert row["ratio/first_dev"] == 0 and row["ratio/last_dev"] > 0.001
 
 
-@pytest.mark.parametrize(("arch", "shapes", "graphs", "stack"), [(90, SHAPES, 7, 32), (80, SHAPES[:1], 2, 40)])
+@pytest.mark.parametrize(("arch", "shapes", "graphs", "stack"), [(90, SHAPES, 7, 32), (80, SHAPES[:1], 3, 40)])
 def test_kernels_compile(ppo, tmp_path, monkeypatch, arch, shapes, graphs, stack):
     """All configurations, in one piece and without spilling: only sines and cosines take that much stack."""
     monkeypatch.setenv("ARCH", str(arch))
@@ -125,8 +125,7 @@ def test_kernels_compile(ppo, tmp_path, monkeypatch, arch, shapes, graphs, stack
 
 
 def test_the_head_keeps_no_logits_in_float32(ppo, tmp_path, monkeypatch):
-    """Three reads in each of two forward passes, two and a write in the backward pass, all in two bytes a logit."""
+    """Three reads in the forward pass, four and a write in the backward pass, all in two bytes a logit."""
     monkeypatch.setenv("ARCH", "90")
     _, seen = deviceless(tmp_path, "update", ppo.__name__, "cuda", [[301]], "bfloat16", 0, (64, 96, 4, 2, 5000))
-    of_weights = 3 * 6 * 64 * 5000  # to bfloat16 in the forward passes, the gradient to float32
-    assert seen["bytes"] < (18 + 1) * 300 * 5000 + of_weights
+    assert seen["bytes"] < (16 + 1) * 300 * 5000

@@ -211,14 +211,13 @@ def of_a_layer(run) -> float:
 def head():
     """Forward and backward of the product with the vocabulary, in chunks of different sizes."""
     ppo, tokens = script(), 64 if TINY else 16384
-    chunk = ppo.compiled(ppo.chunk_logprobs) if COMPILED == "on" else ppo.chunk_logprobs
     weight, hidden = rand(VOCAB, HIDDEN).requires_grad_(), rand(tokens, HIDDEN).requires_grad_()
     targets = torch.randint(VOCAB, (tokens,), device=DEVICE)
     for logits in (2**12, 2**13) if TINY else (2**25, 2**26, 2**27, 2**28, 2**29):
         rows = logits // VOCAB
 
         def both():
-            logprobs, _ = ppo.ChunkedLogprobs.apply(hidden, weight, targets, 1.0, chunk, rows)
+            logprobs, _ = ppo.ChunkedLogprobs.apply(hidden, weight, targets, 1.0, rows, COMPILED)
             logprobs.sum().backward()
             weight.grad = hidden.grad = None
 
@@ -247,7 +246,7 @@ def sampling():
         logits, index = rand(rows, VOCAB), torch.arange(rows, device=DEVICE)
         keys = index.int()
         for function in sample, greedy:
-            run = ppo.compiled(function) if COMPILED == "on" else function
+            run = ppo.maybe_compiled(function, COMPILED)
             report(rows=rows, how=function.__name__, us=of_a_layer(lambda i: run(logits, keys, index)))
 
 
