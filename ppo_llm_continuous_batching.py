@@ -1874,7 +1874,7 @@ def completions(episodes: list[Episode], experience: Experience) -> list[dict]:
 
 ADVICE = {  # by the cause of a ratio that stays at 1, or begins elsewhere
     "critic_warmup": "see --critic-warmup-iterations",
-    "empty_mask": "no token trains: check --max-new-tokens, the mask, choice of samples, rewards of None",
+    "empty_mask": "no token trains: check --max-new-tokens, mask, chosen samples, rewards of None",
     "forward_mismatch": "dropout? shifted mask? another temperature? samples of an earlier policy?",
     "kl_early_stop": "raise --target-kl or lower --actor-lr",
     "no_step": "no step was made: were there minibatches?",
