@@ -139,7 +139,8 @@ class Args:
     sft_steps: int | None = None
 
     train_batch_size: int = 64  # samples per optimizer step; divides those of a rollout
-    # of a pass on a rank, at most, unless one sample has more; 16384 or more suit GPUs of 80 GB
+    # tokens of a forward and backward pass on a rank, at most, unless one sample has more; 16384 or
+    # more suit GPUs of 80 GB
     micro_batch_tokens: int = 4096
     ppo_epochs: int = 2  # epochs of the actor on each rollout
     critic_epochs: int | None = None  # epochs of the critic; default: --ppo-epochs; 0: no critic
@@ -274,8 +275,9 @@ def run_ppo(args, on_exit) -> dict:
     envs = make_envs(args, on_exit)
     eval_envs = make_envs(args, on_exit, evaluation=True)
 
-    # --- Models. In a new run the warm start (--sft-steps) comes before the copies of the actor.
-    resumed = find_checkpoint(args)  # None in a new run
+    # --- Models, which `resume` fills later if the run is resumed. Otherwise the warm start
+    # (--sft-steps) comes before the copies of the actor.
+    resumed = find_checkpoint(args)  # a path; None in a new run
     tokenizer, actor = build_actor(args, envs[0])
     check_prompts([envs[0], eval_envs[0]], tokenizer, args)
     if not resumed:
@@ -294,9 +296,9 @@ def run_ppo(args, on_exit) -> dict:
         "critic": (critic, critic_optimizer),
         "reference": (reference, None),
     }
-    state = resume(resumed, checkpointed, args) if resumed else TrainState()  # steps done
+    state = resume(resumed, checkpointed, args) if resumed else TrainState()  # counters
     sampler = copy_model(actor, args, sampler=True)
-    plan = plan_steps(args)
+    plan = plan_steps(args)  # steps of an iteration; `state` has those of the run
     run = Run(args, state)
     stop = StopSignals(on_exit)
     print_plan(args, plan)
@@ -311,7 +313,7 @@ def run_ppo(args, on_exit) -> dict:
             evaluation = evaluate_now(state.iteration, args)
         clock = Clock()
 
-        # --- Rollout: a rank plays a share of the episodes, and gets all. A seed names a prompt.
+        # --- Rollout: a rank plays a share of the episodes, and gets all. Seeds choose the prompts.
         first = first_prompt(args) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
@@ -351,8 +353,8 @@ def run_ppo(args, on_exit) -> dict:
         clock.end("critic")
 
         # --- Actor epochs; none while only the critic is trained
-        iteration = state.iteration - args.critic_warmup_iterations
-        epochs = args.ppo_epochs if iteration >= 0 else 0
+        actor_iteration = state.iteration - args.critic_warmup_iterations
+        epochs = args.ppo_epochs if actor_iteration >= 0 else 0
         actor_stats = []  # of each optimizer step
         early_stop = None  # statistics of the minibatch at which --target-kl ended the epochs
         for epoch in range(epochs):
@@ -382,7 +384,7 @@ def run_ppo(args, on_exit) -> dict:
                     early_stop = step
                     actor_optimizer.zero_grad()
                     break
-                done = iteration + len(actor_stats) / plan.update_steps
+                done = actor_iteration + len(actor_stats) / plan.update_steps
                 lr = linear_schedule(args.actor_lr, args.lr_end, done / plan.actor_iterations)
                 step |= optimizer_step(actor, actor_optimizer, lr, args)
                 actor_stats.append(step)
@@ -523,7 +525,7 @@ def forward_all(function: Callable, experience: Experience, args) -> Tensor:
 
 
 def logprobs_of_all(model: Transformer, experience: Experience, args) -> Tensor:
-    """[N, T] by the method of the updates, in other microbatches: the first ratio is nearly 1."""
+    """[N, T] by the method of the updates, in other microbatches: up to rounding the same."""
     logprobs = lambda mb: model.sampled_logprobs(mb, args.temperature)[0]
     return forward_all(logprobs, experience, args)
 
@@ -541,10 +543,9 @@ def make_experience(episodes, actor, critic, reference, state, args):
         ref_logprobs = logprobs_of_all(reference, experience, args)
 
     # --- Rewards [N, T]: those of environment and reward model, minus the penalties
-    rewards = experience.rewards
+    rewards = experience.rewards  # the same tensor: what is changed in place is logged
     # FORK: reward shaping. Every rank does the same, for all samples; `state` says how far the run
-    # is. What is added in place is part of the logged reward. What belongs to a sample goes to its
-    # last token: added to all of its tokens, it would pay for length.
+    # is. What belongs to a sample goes to its last token: on all of them, it would pay for length.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty

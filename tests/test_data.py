@@ -262,6 +262,7 @@ def test_a_judge_that_is_slow_and_fails():
 
     class Judge(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
+            assert self.headers["Content-Type"] == "application/json"
             self.rfile.read(int(self.headers["Content-Length"]))
             status, body = next(answers)
             self.send_response(status)

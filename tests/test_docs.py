@@ -70,3 +70,4 @@ def test_metrics_of_the_pages_are_logged(ppo, tmp_path):
     for text in *pages, table:
         named = set(re.findall(rf"`((?:{'|'.join(kinds)})/[a-z0-9_]+)`", text))
         assert named and named <= logged
+    assert {name for name in logged if re.match("actor|critic|objective|ratio", name)} <= named  # by the table
