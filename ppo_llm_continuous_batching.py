@@ -23,10 +23,10 @@ Layout. A sample is an episode: a prompt and a response, perhaps followed by mor
 of tensors [N, T] or [B, T] that starts at index 0 and is padded on the right. What belongs to a
 token is stored at the index of that token:
 
-    mask[b, t]      is True if token t was sampled and trains, False if it was given, or is padding
+    mask[b, t]      is True if token t was sampled and trains: not if given, padding, or unscored
     logprobs[b, t]  = log pi(token t | tokens before t)
     values[b, t]    is the critic's value of the state in which token t was sampled
-    rewards[b, t]   is what token t earned
+    rewards[b, t]   is what token t earned; the last token of a turn gets the environment's reward
 
 Dimensions: N samples of a rollout, B rows of a microbatch or of the decoder, T tokens, S the most
 tokens that a row may have, V vocabulary, H and Hkv heads, D head size. A minibatch is the data of
@@ -384,7 +384,7 @@ def run_ppo(args, on_exit) -> dict:
                     early_stop = step
                     actor_optimizer.zero_grad()
                     break
-                done = actor_iteration + len(actor_stats) / plan.update_steps
+                done = actor_iteration + len(actor_stats) / plan.update_steps  # of the actor
                 lr = linear_schedule(args.actor_lr, args.lr_end, done / plan.actor_iterations)
                 step |= optimizer_step(actor, actor_optimizer, lr, args)
                 actor_stats.append(step)
