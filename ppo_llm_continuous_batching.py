@@ -826,7 +826,7 @@ def play(decoder, tokenizer, envs, seeds, iteration, args) -> list[Episode]:
 
 
 # longrope has other frequencies for long texts, also for their first tokens.
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_TYPES = "default", "linear", "dynamic", "yarn", "llama3"
 
 
 def check_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -1162,7 +1162,7 @@ class Decoder:
 
 
 @functools.cache
-def maybe_compiled(function: Callable, compile: Literal["on", "off"]) -> Callable:
+def maybe_compiled(function: Callable, compile: str) -> Callable:
     return torch.compile(function, dynamic=True) if compile == "on" else function
 
 
@@ -1438,7 +1438,7 @@ def load_weights(model: Transformer, folder: str, needs_head: bool = True):
         dcp.load(weights, storage_reader=reader)
 
 
-HEADS = ("lm_head.weight", "score.weight")
+HEADS = "lm_head.weight", "score.weight"
 
 
 @torch.no_grad()
@@ -1482,15 +1482,15 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
             config.num_labels = 1
             config.pad_token_id = tokenizer.pad_id  # transformers finds the last token by it
         rope = config.rope_parameters
+        content = config.to_dict()
+        content.pop("quantization_config", None)  # the weights are no longer quantized
         # Transformers 4 reads these names. Without them it would take another base.
-        names = {
-            "rope_theta": rope["rope_theta"],
-            "rope_scaling": None if rope["rope_type"] == "default" else rope,
-        }
+        content["rope_theta"] = rope["rope_theta"]
+        content["rope_scaling"] = None if rope["rope_type"] == "default" else rope
         with attempt(f"write {path}"):
             tokenizer.hf.save_pretrained(path)
             safetensors.torch.save_file(weights, path / "model.safetensors", {"format": "pt"})
-            write_json(path / "config.json", config.to_dict() | names)
+            write_json(path / "config.json", content)
             print0(f"saved {path}")
     if dist.is_initialized():
         dist.barrier()
@@ -2300,8 +2300,7 @@ def copy_model(model: Transformer, args, sampler=False) -> Transformer:
 def frozen_model(folder: str, head: str, args) -> tuple[Transformer, HFTokenizer]:
     """A model that never changes, so that checkpoints do not contain it, and its tokenizer."""
     tokenizer, model = load_model(folder, head, args)
-    model.requires_grad_(False)
-    return model, tokenizer
+    return model.requires_grad_(False), tokenizer
 
 
 def add_scores(episodes: list[Episode], reward_model, args):
