@@ -1,5 +1,6 @@
 """`ppo` is each script as a module; in tests marked `shared` (not `both`), of what both have, the first alone."""
 
+import gc
 import importlib
 import os
 import sys
@@ -25,9 +26,12 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    # First, so that one worker has all of them: each worker that has one of them makes the runs that they share.
+    items.sort(key=lambda item: item.module.__name__ != "test_distributed")
     for item in items:
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+    gc.freeze()  # the collector passes over what has been imported
 
 
 def pytest_generate_tests(metafunc):
