@@ -22,8 +22,8 @@ Layout. A sample is an episode: a prompt and a response, perhaps followed by mor
 of tensors [N, T] or [B, T] that starts at index 0 and is padded on the right. What belongs to a
 token is stored at the index of that token:
 
-    mask[b, t]      is True if token t was sampled and trains: not if given, padding, or unscored
-    logprobs[b, t]  = log pi(token t | tokens before t)
+    mask[b, t]      is True if token t was sampled, in an episode that got a reward: it trains
+    logprobs[b, t]  = log pi(token t | tokens before t), for each policy pi
     values[b, t]    is the critic's value of the state in which token t was sampled
     rewards[b, t]   is what token t earned; the last token of a turn gets the environment's reward
 
@@ -137,14 +137,14 @@ class Args:
     # falls from --actor-lr to 0; default: see DEFAULTS
     sft_steps: int | None = None
 
-    train_batch_size: int = 64  # samples per optimizer step; divides those of a rollout
+    train_batch_size: int = 64  # samples per optimizer step; must divide those of a rollout
     # tokens of a forward and backward pass on a rank, at most, unless one sample has more; 16384 or
     # more suit GPUs of 80 GB
     micro_batch_tokens: int = 4096
     ppo_epochs: int = 2  # epochs of the actor on each rollout
     critic_epochs: int | None = None  # epochs of the critic; default: --ppo-epochs; 0: no critic
     actor_lr: float | None = None  # default: see DEFAULTS
-    critic_lr: float | None = None  # default: 0.064 / hidden_size of the critic
+    critic_lr: float | None = None  # default: 0.064 / hidden_size of the critic (0.5B: 7e-5)
     lr_end: float = 0.05  # learning rates decay linearly to this fraction of them
     # first iterations, in which only the critic trains; the actor's rate decays over the later ones
     critic_warmup_iterations: int = 0
@@ -162,7 +162,8 @@ class Args:
     kl_coef: float = 0.01  # coefficient of the KL to the reference; 0: no reference
     # estimator of the KL as a term of the loss; default: k1, subtracted from the rewards
     kl_loss: Literal["k2", "k3"] | None = None
-    truncation_penalty: float = 0.0  # subtracted from the reward if a token limit ends a sample
+    # subtracted from the reward if a token limit ends a sample, which trains all the same
+    truncation_penalty: float = 0.0
 
     eval_episodes: int = 512  # played twice: sampled at temperature 1, and greedily
     eval_every: int = 0  # iterations between evaluations; 0: only before the first, after the last
@@ -228,9 +229,9 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate of PPO (https://arxiv.org/abs/1707.06347, eq. 7) as a loss.
 
-    With recomputed old log-probs the first ratio of an iteration is 1, up to rounding. Loss and
-    statistics are sums over the mask divided by `denom`, the sampled tokens of the whole minibatch:
-    those of its microbatches add up. dual_clip: https://arxiv.org/abs/1912.09729, eq. 5.
+    With recomputed old log-probs an iteration's first minibatch has ratios of 1, up to rounding.
+    Loss and statistics are sums over the mask divided by `denom`, the sampled tokens of the whole
+    minibatch: those of its microbatches add up. dual_clip: https://arxiv.org/abs/1912.09729, eq. 5.
     """
     advantages = torch.where(mask, advantages, 0.0)
     logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)  # exp stays finite
@@ -274,8 +275,7 @@ def run_ppo(args, on_exit) -> dict:
     envs = make_envs(args, on_exit)
     eval_envs = make_envs(args, on_exit, evaluation=True)
 
-    # --- Models, which `resume` fills later if the run is resumed. Otherwise the warm start
-    # (--sft-steps) comes before the copies of the actor.
+    # --- Models. In a resumed run `resume` fills them later; a new one warms up the actor first.
     resumed = find_checkpoint(args)  # a path; None in a new run
     tokenizer, actor = build_actor(args, envs[0])
     check_prompts([envs[0], eval_envs[0]], tokenizer, args)
@@ -312,7 +312,7 @@ def run_ppo(args, on_exit) -> dict:
             evaluation = evaluate_now(state.iteration, args)
         clock = Clock()
 
-        # --- Rollout: a rank plays a share of the episodes, and gets all. Seeds choose the prompts.
+        # --- Rollout: a rank plays a share of the episodes, and gets all. A seed is a prompt.
         first = first_prompt(args) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
@@ -450,7 +450,7 @@ class Experience:
     tokens: Tensor  # [N, T], as all tensors that follow but lengths
     mask: Tensor  # bool: sampled, and trains; values and log-probs are 0 where it is False
     logprobs: Tensor  # the sampler's, not the actor's
-    rewards: Tensor  # with --truncation-penalty, without the KL
+    rewards: Tensor  # less --truncation-penalty after `make_experience`; without the KL
     lengths: Tensor  # [N] tokens of prompt and response, without padding
     # What follows is filled in by `make_experience`.
     old_logprobs: Tensor | None = None
@@ -459,7 +459,7 @@ class Experience:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     advantage_std: float = 0.0  # before whitening
-    packing: Packing | None = None  # filled in by `microbatch`: where its tokens are
+    packing: Packing | None = None  # filled in by `microbatch`: its tokens in one row, no padding
 
     @classmethod
     def from_episodes(cls, episodes: list[Episode]) -> Experience:
@@ -550,7 +550,7 @@ def make_experience(episodes, actor, critic, reference, state, args):
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
     if args.kl_coef and not args.kl_loss:  # else in the loss. The logged reward is without it.
         rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
-    if not rewards.norm().isfinite():  # whitening squares, too
+    if not rewards.norm().isfinite():  # the norm overflows where whitening would
         raise UserError("a reward, or its penalty for the KL, is not finite, or is too large")
 
     # --- Values, advantages and returns. Advantages are whitened over the whole rollout.
@@ -603,9 +603,9 @@ class Episode:
     conversation: list[dict] = field(default_factory=list)  # messages, with role and content
     prompt_length: int = 0
     prompt_messages: int = 0  # of the conversation
-    # "terminated" or "truncated" by the environment; "length": by --max-new-tokens, also where the
-    # environment's reply does not fit; "unscored": no reward
-    stop: str = ""  # while it goes on
+    # "": it goes on; "terminated" or "truncated" by the environment; "length": by --max-new-tokens,
+    # also where the environment's reply does not fit; "unscored": no reward, and does not train
+    stop: str = ""
     # info["success"] of the last step, or whether the environment's rewards are above 0 in sum
     success: bool = False
     score: float = 0.0  # of the reward model; add_scores adds it to the rewards, too
@@ -697,7 +697,7 @@ def decode(decoder: Decoder, episodes: list[Episode], cached: int, args):
     for start in range(cached, used, columns):
         index = torch.arange(start, min(start + columns, used), device=newest.device)
         positions = torch.where(index < newest, index, decoder.cache.scratch)  # [B, columns]
-        attend = round_up(start + len(index), 16)  # the width that attention wants of a mask
+        attend = round_up(start + len(index), 16)  # for the alignment of attention's mask
         decoder.sampler.prefill(decoder.tokens[:, index], positions, decoder.cache, attend)
     blocks = range(0, args.max_new_tokens, decoder.steps)
     for _ in progress_bar(blocks, "decoding"):
