@@ -109,7 +109,7 @@ class Args:
     track: bool = False  # log to Weights & Biases, too
     wandb_project: str = "ppo_llm"  # its project
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
-    # precision of forward and backward passes (trained weights are float32); auto: bfloat16 on GPUs
+    # of forward and backward passes; auto: bfloat16 on GPUs (those before Ampere need float32)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # torch.compile, and CUDA graphs of the decode steps; auto: on GPUs
     compile: Literal["auto", "on", "off"] = "auto"
@@ -183,13 +183,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere.
-
-    1e-8 keeps the scale finite where x hardly varies.
-    """
+    """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere."""
     centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
-    return centered * torch.rsqrt(variance + 1e-8)
+    return centered * torch.rsqrt(variance + 1e-8)  # finite even where x hardly varies
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
@@ -209,9 +206,11 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 def compute_gae(rewards, values, mask, gamma, gae_lambda) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
 
-    All tensors are [N, T]. The sampled tokens of a row are one trajectory: the environment's text
-    between them is skipped. Every end is final: after the last token the value is 0, even if the
-    response was cut. Returns advantages and returns, 0 outside the mask.
+        delta[t] = reward[t] + gamma * value[t + 1] - value[t]
+        advantage[t] = delta[t] + gamma * lambda * advantage[t + 1]
+
+    Tensors are [N, T]. The sampled tokens of a row are one trajectory: the environment's text
+    between them is skipped. After the last one the value is 0, even if the response was cut.
     """
     values = torch.where(mask, values, 0.0)
     nextvalues = lastgaelam = values.new_zeros(len(values))  # [N]
@@ -230,6 +229,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate of PPO (https://arxiv.org/abs/1707.06347, eq. 7) as a loss.
 
+    A token's is -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio = pi / pi_old.
     With recomputed old log-probs an iteration's first minibatch has ratios of 1, up to rounding.
     Loss and statistics are sums over the mask divided by `denom`, the sampled tokens of the whole
     minibatch: those of its microbatches add up. dual_clip: https://arxiv.org/abs/1912.09729, eq. 5.
@@ -543,7 +543,7 @@ def make_experience(episodes, actor, critic, reference, state, args):
         ref_logprobs = logprobs_of_all(reference, experience, args)
 
     # --- Rewards [N, T]: those of environment and reward model, minus the penalties
-    rewards = experience.rewards  # the same tensor: what is changed in place is logged
+    rewards = experience.rewards  # the same tensor: a change in place is logged, too
     # FORK: reward shaping. Every rank does the same, for all samples; `state` says how far the run
     # is. What belongs to a sample goes to its last token: on all of them, it would pay for length.
     for i, episode in enumerate(episodes):
