@@ -228,7 +228,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate of PPO (https://arxiv.org/abs/1707.06347, eq. 7) as a loss.
 
-    A token's is -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio = pi / pi_old.
+    A token's loss is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) with r = pi / pi_old.
     With recomputed old log-probs an iteration's first minibatch has ratios of 1, up to rounding.
     Loss and statistics are sums over the mask divided by `denom`, the sampled tokens of the whole
     minibatch: those of its microbatches add up. dual_clip: https://arxiv.org/abs/1912.09729, eq. 5.
