@@ -411,7 +411,7 @@ def run_ppo(args, on_exit) -> dict:
         if stop.number or (args.save_every and (is_last or state.iteration % args.save_every == 0)):
             save_checkpoint(run.path, checkpointed, state, args)
 
-    save_hf_checkpoint(actor, tokenizer, run.path / "model")
+    save_hf_checkpoint(actor, tokenizer, run.path / "model")  # which eval_after plays
     if critic:
         save_hf_checkpoint(critic, tokenizer, run.path / "critic")
     if stop.number:
@@ -544,8 +544,8 @@ def make_experience(episodes, actor, critic, reference, state, args):
 
     # --- Rewards [N, T]: those of environment and reward model, minus the penalties
     rewards = experience.rewards  # the same tensor: a change in place is logged, too
-    # FORK: reward shaping. Every rank does the same, for all samples; `state` says how far the run
-    # is. What belongs to a sample goes to its last token: on all of them, it would pay for length.
+    # FORK: reward shaping, not in evaluations. Every rank does the same, for all samples; `state`
+    # has the iteration. What is of a sample goes to its last token: on all, it pays for length.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
