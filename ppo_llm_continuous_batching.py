@@ -109,7 +109,7 @@ class Args:
     track: bool = False  # log to Weights & Biases, too
     wandb_project: str = "ppo_llm"  # its project
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
-    # of forward and backward passes; auto: bfloat16 on GPUs (those before Ampere need float32)
+    # precision of forward and backward passes; auto: bfloat16 on GPUs (before Ampere set float32)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # torch.compile, and CUDA graphs of the decode steps; auto: on GPUs
     compile: Literal["auto", "on", "off"] = "auto"
@@ -313,7 +313,7 @@ def run_ppo(args, on_exit) -> dict:
             evaluation = evaluate_now(state.iteration, args)
         clock = Clock()
 
-        # --- Rollout: a rank plays a share of the episodes, and gets all. A seed is a prompt.
+        # --- Rollout: a rank plays a share of the episodes, and gets all. A seed names a prompt.
         first = first_prompt(args) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
@@ -411,7 +411,7 @@ def run_ppo(args, on_exit) -> dict:
         if stop.number or (args.save_every and (is_last or state.iteration % args.save_every == 0)):
             save_checkpoint(run.path, checkpointed, state, args)
 
-    save_hf_checkpoint(actor, tokenizer, run.path / "model")  # which eval_after plays
+    save_hf_checkpoint(actor, tokenizer, run.path / "model")  # eval_after is of this model
     if critic:
         save_hf_checkpoint(critic, tokenizer, run.path / "critic")
     if stop.number:
@@ -545,7 +545,7 @@ def make_experience(episodes, actor, critic, reference, state, args):
     # --- Rewards [N, T]: those of environment and reward model, minus the penalties
     rewards = experience.rewards  # the same tensor: a change in place is logged, too
     # FORK: reward shaping, not in evaluations. Every rank does the same, for all samples; `state`
-    # has the iteration. What is of a sample goes to its last token: on all, it pays for length.
+    # has the iteration. A sample's reward goes to its last token: on all, it would pay for length.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
