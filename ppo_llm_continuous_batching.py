@@ -11,29 +11,32 @@ Part I is PPO (https://arxiv.org/abs/1707.06347), to be read from top to bottom:
 6. transformer, 7. tokenizer and checkpoints of Hugging Face, 8. text environments, 9. statistics,
 10. ranks and models, 11. run folder and resuming.
 
-Models. The actor is the policy that is trained. Old log-probs are, by default, the actor's from
-before the updates of an iteration. The critic predicts the reward that is still to come: it starts
-as a copy of the actor with a scalar head of zeros, or from --critic-model, and learns the returns
-of GAE with --critic-lambda. The reference is the actor as it was when PPO began, after any warm
-start. The optional reward model is a frozen classifier. The sampler, an
-unsharded copy of the actor on every rank, generates text; it gets the actor's new weights at the
-end of each iteration.
+Models. The actor is the policy that is trained. Old log-probs are those of the actor before the
+updates of an iteration (by default). The critic predicts the reward that is still to come. It
+starts as a copy of the actor with a scalar head of zeros, or from --critic-model, and is trained on
+the returns of GAE with --critic-lambda. The reference is the actor as it was when PPO began, after
+any warm start. The optional reward model is a frozen classifier. The sampler, an unsharded copy of
+the actor on every rank, generates text. It receives the actor's new weights at the end of each
+iteration.
 
-Layout. A sample is an episode: a prompt and a response, perhaps followed by more turns. It is a row
-of tensors [N, T] or [B, T] that starts at index 0 and is padded on the right. What belongs to a
-token is stored at the index of that token:
+Layout. A sample is an episode: a prompt and a response, perhaps followed by more turns. It is one
+row of a tensor [N, T] or [B, T]. Rows start at index 0 and are padded on the right. What belongs to
+a token is stored at the index of that token:
 
-    mask[b, t]      is True if token t was sampled, in an episode that got a reward: it trains
+    mask[b, t]      is True if token t was sampled and its episode has a reward: it is trained on
     logprobs[b, t]  = log pi(token t | tokens before t), for each policy pi
     values[b, t]    is the critic's value of the state in which token t was sampled
     rewards[b, t]   is what token t earned; the last token of a turn gets the environment's reward
 
 Dimensions: N samples of a rollout, B rows of a microbatch or of the decoder, T tokens, S the most
 tokens that a row may have, V vocabulary, H and Hkv heads, D head size. A minibatch is the data of
-an optimizer step, a microbatch (`mb`) that of a forward and backward pass. All ranks (processes of
-torchrun) hold the same experience; each plays a share of the episodes and computes a share of every
-minibatch. Losses are sums over a share, divided by the number of sampled tokens of the whole
-minibatch, and gradients are summed over the ranks: they are those that one rank alone would get.
+an optimizer step, a microbatch (`mb`) that of a forward and backward pass.
+
+Ranks are the processes that torchrun starts. All of them hold the same experience. Each plays its
+share of the episodes and processes its share of every minibatch. Its loss is the sum over its share
+divided by the number of sampled tokens of the whole minibatch. Gradients are summed over the ranks,
+so they equal those of a single process.
+
 `# FORK:` marks where forks change the algorithm.
 """
 
@@ -57,13 +60,12 @@ import signal
 import sys
 import time
 import traceback
-import types
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation
 
@@ -91,7 +93,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 # === 1. Arguments ===
 
 
-DEFAULTS = {  # of flags whose default depends on --model: (without it, with it)
+DEFAULTS = {  # flags whose default depends on --model: (without it, with it)
     "max_prompt_tokens": (16, 512),
     "max_new_tokens": (8, 256),
     "sft_steps": (150, 0),
@@ -106,12 +108,12 @@ class Args:
     seed: int = 1  # seed of initial weights, training prompts, sampling and minibatches
     run_name: str | None = None  # default: <environment>__<script>__<seed>__<time>-<random>
     log_dir: str = "runs"  # folder of the runs
-    track: bool = False  # log to Weights & Biases, too
-    wandb_project: str = "ppo_llm"  # its project
+    track: bool = False  # also log to Weights & Biases
+    wandb_project: str = "ppo_llm"  # project for --track
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
-    # precision of forward and backward passes; auto: bfloat16 on GPUs (before Ampere set float32)
+    # precision of forward and backward passes; auto: bfloat16 on GPUs from Ampere on
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # torch.compile, and CUDA graphs of the decode steps; auto: on GPUs
+    # use torch.compile, and CUDA graphs for decoding; auto: on if the device is a GPU
     compile: Literal["auto", "on", "off"] = "auto"
     activation_checkpointing: bool = False  # recompute activations in the backward pass
 
@@ -120,34 +122,39 @@ class Args:
     model: str | None = None
     critic_model: str | None = None  # what the critic starts from; default: a copy of the actor
     reward_model: str | None = None  # a sequence classifier whose scores are rewards
-    env_id: str = "SortDigits-v0"  # or GSM8K-v0, Prompts-v0, my_module:MyEnv-v0
+    env_id: str = "SortDigits-v0"  # SortDigits-v0, GSM8K-v0, Prompts-v0 or my_module:MyEnv-v0
     env_kwargs: str = "{}"  # arguments of the environment, as JSON
-    eval_env_kwargs: str = "{}"  # those that are different in evaluations
+    eval_env_kwargs: str = "{}"  # overrides of --env-kwargs for evaluations, as JSON
     chat_template_kwargs: str = "{}"  # arguments of the chat template, as JSON
 
     num_iterations: int = 270  # an iteration is a rollout and the updates on it
-    rollout_batch_size: int = 256  # prompts of a rollout, on all ranks together
+    rollout_batch_size: int = 256  # prompts per rollout, on all ranks together
     n_samples_per_prompt: int = 1  # responses to each prompt
-    rollout_slots: int = 256  # samples that a rank decodes at the same time, at most
-    max_prompt_tokens: int | None = None  # longer prompts are an error; default: see DEFAULTS
-    max_new_tokens: int | None = None  # of all turns and replies; default: see DEFAULTS
+    rollout_slots: int = 256  # maximum number of samples that a rank decodes at once
+    # longer prompts are an error; default: 16, with --model 512
+    max_prompt_tokens: int | None = None
+    # maximum number of tokens after the prompt, over all turns, the environment's text included;
+    # default: 8, with --model 256
+    max_new_tokens: int | None = None
     temperature: float = 1.0  # divides the logits in rollouts, and in all log-probs of PPO
-    # old log-probs are those of the actor; --no-recompute-old-logprobs: those of the sampler
+    # recompute the old log-probs with the actor; if not, they are those that the sampler recorded
     recompute_old_logprobs: bool = True
     # supervised steps on the environment's demonstrations before PPO, with a learning rate that
-    # falls from --actor-lr to 0; default: see DEFAULTS
+    # falls from --actor-lr to 0; default: 150, with --model 0
     sft_steps: int | None = None
 
-    train_batch_size: int = 64  # samples per optimizer step; must divide those of a rollout
-    # tokens of a forward and backward pass on a rank, at most, unless one sample has more; 16384 or
-    # more suit GPUs of 80 GB
+    # samples per optimizer step; must divide rollout_batch_size * n_samples_per_prompt
+    train_batch_size: int = 64
+    # maximum number of tokens in a microbatch, per rank; a longer sample is a microbatch of its
+    # own; on GPUs of 80 GB use 16384 or more
     micro_batch_tokens: int = 4096
     ppo_epochs: int = 2  # epochs of the actor on each rollout
     critic_epochs: int | None = None  # epochs of the critic; default: --ppo-epochs; 0: no critic
-    actor_lr: float | None = None  # default: see DEFAULTS
+    actor_lr: float | None = None  # default: 5e-4, with --model 1e-5
     critic_lr: float | None = None  # default: 0.064 / hidden_size of the critic (0.5B: 7e-5)
-    lr_end: float = 0.05  # learning rates decay linearly to this fraction of them
-    # first iterations, in which only the critic trains; the actor's rate decays over the later ones
+    lr_end: float = 0.05  # learning rates decay linearly to this fraction of their initial values
+    # number of iterations at the start that train only the critic; the actor's learning rate starts
+    # to decay after them
     critic_warmup_iterations: int = 0
     max_grad_norm: float = 1.0  # maximum norm for gradient clipping
 
@@ -159,22 +166,22 @@ class Args:
     dual_clip: float | None = None  # bounds the loss where A < 0 at dual_clip * |A|; 3 is customary
     value_clip: float | None = None  # clip range of values around the old ones, in units of reward
     entropy_coef: float = 0.0  # coefficient of the entropy bonus
-    target_kl: float | None = None  # the actor's epochs end where KL(old || new) exceeds it
+    target_kl: float | None = None  # stop the actor's epochs when KL(old || new) exceeds this
     kl_coef: float = 0.01  # coefficient of the KL to the reference; 0: no reference
-    # estimator of the KL as a term of the loss; default: k1, subtracted from the rewards
+    # put the KL into the loss, with this estimator; default: subtract k1 from the rewards
     kl_loss: Literal["k2", "k3"] | None = None
-    # subtracted from the reward if a token limit ends a sample, which trains all the same
+    # subtracted from the reward of samples that a token limit cuts off; they are trained on as well
     truncation_penalty: float = 0.0
 
     eval_episodes: int = 512  # played twice: sampled at temperature 1, and greedily
-    eval_every: int = 0  # iterations between evaluations; 0: only before the first, after the last
-    save_every: int = 50  # iterations between checkpoints; 0: none, unless a signal ends the run
-    # the folder of a checkpoint; or "auto": the newest one of the run --run-name, if it has any
+    eval_every: int = 0  # iterations between evaluations; 0: only before and after training
+    save_every: int = 50  # iterations between checkpoints; 0: only when a signal stops the run
+    # a checkpoint folder, or "auto": the newest checkpoint of --run-name, if there is one
     resume: str | None = None
 
 
 # === 2. Mathematics of PPO ===
-# Tensors are [N, T] or [B, T]. `mask` is True at sampled tokens. What is elsewhere is ignored.
+# Tensors are [N, T] or [B, T]. `mask` is True at sampled tokens. Values elsewhere are ignored.
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -192,8 +199,9 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Estimates of KL(pi || pi_ref) from sampled tokens: http://joschu.net/blog/kl-approx.html.
 
-    As a loss on samples of pi, k1 has a gradient of 0 on average, k2 that of KL(pi || pi_ref), and
-    k3 that of KL(pi_ref || pi). The loop weighs samples of an older policy by pi / pi_old.
+    Used as a loss on samples of pi, the expected gradient of k1 is 0, that of k2 is the gradient of
+    KL(pi || pi_ref), and that of k3 the gradient of KL(pi_ref || pi). Our samples are of pi_old, so
+    the training loop multiplies by pi / pi_old.
     """
     logratio = logprobs - ref_logprobs
     if kind == "k1":
@@ -210,7 +218,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda) -> tuple[Tensor, Tenso
         advantage[t] = delta[t] + gamma * lambda * advantage[t + 1]
 
     Tensors are [N, T]. The sampled tokens of a row are one trajectory: the environment's text
-    between them is skipped. After the last one the value is 0, even if the response was cut.
+    between them is skipped. The value after the last one is 0, even if the response was cut off.
     """
     values = torch.where(mask, values, 0.0)
     nextvalues = lastgaelam = values.new_zeros(len(values))  # [N]
@@ -231,8 +239,9 @@ def policy_loss(
 
     A token's loss is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) with r = pi / pi_old.
     With recomputed old log-probs an iteration's first minibatch has ratios of 1, up to rounding.
-    Loss and statistics are sums over the mask divided by `denom`, the sampled tokens of the whole
-    minibatch: those of its microbatches add up. dual_clip: https://arxiv.org/abs/1912.09729, eq. 5.
+    Loss and statistics are sums over the mask divided by `denom`, the number of sampled tokens in
+    the whole minibatch, so the results of its microbatches add up.
+    dual_clip: https://arxiv.org/abs/1912.09729, eq. 5.
     """
     advantages = torch.where(mask, advantages, 0.0)
     logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)  # exp stays finite
@@ -266,41 +275,41 @@ def value_loss(values, old_values, returns, mask, clip, denom) -> Tensor:
 
 
 def train(args: Args) -> dict:
-    """Run PPO. Returns what summary.json holds. Raises UserError for what the user can fix."""
-    with contextlib.ExitStack() as on_exit:  # closes environments, restores handlers of signals
-        return run_ppo(args, on_exit)
+    """Run PPO. Returns the content of summary.json. Raises UserError for what the user can fix."""
+    args = complete(args)  # Also connects the ranks. No flag changes after this.
+    stop = StopSignals()
+    with make_envs(args) as envs, make_envs(args, evaluation=True) as eval_envs, stop.restore:
+        return run_ppo(args, envs, eval_envs, stop)
 
 
-def run_ppo(args, on_exit) -> dict:
-    args = complete(args)  # Joins the ranks, too. No flag changes after this.
-    envs = make_envs(args, on_exit)
-    eval_envs = make_envs(args, on_exit, evaluation=True)
-
-    # --- Models. In a resumed run `resume` fills them later; a new one warms up the actor first.
-    resumed = find_checkpoint(args)  # a path; None in a new run
+def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
+    # --- Models. A new run warms up the actor; a resumed one will load all weights below.
+    checkpoint_path = find_checkpoint(args)  # None in a new run
     tokenizer, actor = build_actor(args, envs[0])
     check_prompts([envs[0], eval_envs[0]], tokenizer, args)
-    if not resumed:
+    if not checkpoint_path:
         warm_start(actor, tokenizer, envs[0], args)
     critic = build_critic(actor, tokenizer, args) if args.critic_epochs else None
     reference = copy_model(actor, args) if args.kl_coef else None
+    # FORK: another frozen model, such as a teacher = frozen_model(path, "lm", args). Call
+    # `check_vocabulary` if it reads the actor's ids. In make_experience, use `logprobs_of_all`.
     reward_model = frozen_model(args.reward_model, "scalar", args) if args.reward_model else None
-    # FORK: another frozen model, like a teacher: `frozen_model` returns it and its tokenizer. If it
-    # reads the actor's ids, call `check_vocabulary`. make_experience scores by `logprobs_of_all`.
     actor_optimizer = make_optimizer(actor)
     critic_optimizer = make_optimizer(critic) if critic else None
 
-    # What checkpoints hold beside `state`. Add other models that train, with `make_optimizer`.
+    # Checkpoints hold these and `state`. Add any other model that is trained, with an optimizer.
     checkpointed = {
         "actor": (actor, actor_optimizer),
         "critic": (critic, critic_optimizer),
         "reference": (reference, None),
     }
-    state = resume(resumed, checkpointed, args) if resumed else TrainState()  # counters
+    state = TrainState()
+    if checkpoint_path:
+        state = load_checkpoint(checkpoint_path, checkpointed, args)
     sampler = copy_model(actor, args, sampler=True)
-    plan = plan_steps(args)  # steps of an iteration; `state` has those of the run
+    plan = Plan(args)
     run = Run(args, state)
-    stop = StopSignals(on_exit)
+    stop.catch()
     print_plan(args, plan)
     decoder = Decoder(sampler, decoder_rows(args), tokenizer.stop_ids, args)
     evaluate_now = functools.partial(evaluate, decoder, tokenizer, reward_model, eval_envs)
@@ -308,31 +317,32 @@ def run_ppo(args, on_exit) -> dict:
         state.eval_before = evaluate_now(state.iteration, args)
 
     while state.iteration < args.num_iterations and not stop.number:
-        evaluation = {}  # of the policy that is about to sample
+        evaluation = {}  # metrics of the policy that is about to sample, if it is evaluated
         if args.eval_every and state.iteration and state.iteration % args.eval_every == 0:
             evaluation = evaluate_now(state.iteration, args)
         clock = Clock()
 
-        # --- Rollout: a rank plays a share of the episodes, and gets all. A seed names a prompt.
-        first = first_prompt(args) + state.prompts
+        # --- Rollout. Each rank plays its share of the episodes and receives all of them. A seed
+        # determines a prompt.
+        first = first_training_seed(args) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
         episodes = play(decoder, tokenizer, envs, seeds, state.iteration, args)
         clock.end("rollout")
 
-        # --- Old log-probs, values, rewards, advantages: computed once, constant from here on
+        # --- Old log-probs, values, rewards, advantages: computed once, constant from here on.
         if reward_model:
-            add_scores(episodes, reward_model, args)  # to the reward of the last token
-        experience = make_experience(episodes, actor, critic, reference, state, args)
-        # FORK: choice of samples. `experience` is logged; rewards changed here are not learned.
+            add_scores(episodes, reward_model, args)  # The last token of an episode gets its score.
+        experience = make_experience(episodes, actor, critic, reference, args)
+        # FORK: choice of samples. All of `experience` is logged. Its advantages are final.
         trained = experience  # or experience.select(rows)
         clock.end("score")
 
         # --- Critic epochs. They could as well come after the actor's.
-        critic_stats = []  # of each optimizer step
+        critic_steps = []  # Each optimizer step appends its statistics.
         for epoch in range(args.critic_epochs):
             for n_tokens, minibatch in minibatches(trained, epoch, state, args):
-                stats = []  # of each microbatch
+                microbatch_stats = []
                 for mb in minibatch:
                     newvalues = critic.sampled_values(mb)  # [B, T], 0 outside the mask
                     # FORK: value loss.
@@ -342,24 +352,27 @@ def run_ppo(args, on_exit) -> dict:
                     # Gradients add up over the microbatches, and `shard` makes FSDP sum those of
                     # the ranks: the sum is the gradient of the minibatch's mean loss per token.
                     v_loss.backward()
-                    # 0 up to rounding in the first minibatch of an iteration, like |ratio - 1|
+                    # Mean distance of the values from the old ones. Like |ratio - 1|, it is 0 up to
+                    # rounding in the first minibatch of an iteration.
                     value_dev = ((newvalues - mb.values) * mb.mask).abs().sum() / n_tokens
-                    stats.append({"value_loss": v_loss, "value_dev": value_dev})
-                done = state.iteration + len(critic_stats) / plan.critic_steps  # iterations
-                lr = linear_schedule(args.critic_lr, args.lr_end, done / args.num_iterations)
-                step = optimizer_step(critic, critic_optimizer, lr, args)
-                critic_stats.append(reduce_stats(stats) | step)
+                    microbatch_stats.append({"value_loss": v_loss, "value_dev": value_dev})
+                iterations_done = state.iteration + len(critic_steps) / plan.critic_steps
+                progress = iterations_done / args.num_iterations
+                lr = linear_schedule(args.critic_lr, args.lr_end, progress)
+                step = sum_over_ranks(microbatch_stats)
+                step |= optimizer_step(critic, critic_optimizer, lr, args)
+                critic_steps.append(step)
                 state.critic_steps += 1
         clock.end("critic")
 
-        # --- Actor epochs; none while only the critic is trained
+        # --- Actor epochs. There are none while only the critic is trained.
         actor_iteration = state.iteration - args.critic_warmup_iterations
         epochs = args.ppo_epochs if actor_iteration >= 0 else 0
-        actor_stats = []  # of each optimizer step
-        early_stop = None  # statistics of the minibatch at which --target-kl ended the epochs
+        actor_steps = []
+        early_stop = None  # the step that was not made, if --target-kl ended the epochs
         for epoch in range(epochs):
             for n_tokens, minibatch in minibatches(trained, epoch, state, args):
-                stats = []
+                microbatch_stats = []
                 for mb in minibatch:
                     newlogprobs, entropies = actor.sampled_logprobs(mb, args.temperature)
                     # FORK: policy loss.
@@ -378,40 +391,41 @@ def run_ppo(args, on_exit) -> dict:
                         mb_stats["kl_loss"] = (weights * kls * mb.mask).sum() / n_tokens
                         loss = loss + args.kl_coef * mb_stats["kl_loss"]
                     loss.backward()
-                    stats.append(mb_stats | {"policy_loss": pg_loss, "entropy": entropy})
-                step = reduce_stats(stats)
+                    mb_stats |= {"policy_loss": pg_loss, "entropy": entropy}
+                    microbatch_stats.append(mb_stats)
+                step = sum_over_ranks(microbatch_stats)
                 if args.target_kl is not None and step["approx_kl"] > args.target_kl:
                     early_stop = step
                     actor_optimizer.zero_grad()
                     break
-                done = actor_iteration + len(actor_stats) / plan.update_steps  # of the actor
-                lr = linear_schedule(args.actor_lr, args.lr_end, done / plan.actor_iterations)
+                iterations_done = actor_iteration + len(actor_steps) / plan.actor_steps
+                progress = iterations_done / plan.actor_iterations
+                lr = linear_schedule(args.actor_lr, args.lr_end, progress)
                 step |= optimizer_step(actor, actor_optimizer, lr, args)
-                actor_stats.append(step)
+                actor_steps.append(step)
                 state.actor_steps += 1
             if early_stop:
                 break
         clock.end("actor")
 
-        # --- Diagnosis, which may compare actor and old sampler; new weights; log; checkpoint
-        diagnosis = diagnose_ratio(actor, sampler, trained, actor_stats, early_stop, state, args)
-        copy_weights(actor, sampler)
-        # FORK: what the next iteration gets from this one: fields of `state`; or every so often a
-        # newer reference, by copy_weights(actor, reference).
+        # --- New weights for the sampler, log, checkpoint.
+        relative_update = hand_over(actor, sampler)
+        # FORK: memory across iterations. Add fields to `TrainState`. To renew the reference now and
+        # then, call copy_weights(actor, reference).
         clock.end("hand_over")
-        metrics = diagnosis | iteration_metrics(
-            episodes, experience, actor_stats, critic_stats, evaluation, clock
-        )
+        metrics = iteration_metrics(
+            episodes, experience, actor_steps, critic_steps, evaluation, clock
+        ) | diagnose_ratio(actor, trained, actor_steps, early_stop, relative_update, state, args)
         # FORK: numbers of your own, as metrics["mine/number"] = float(...)
         run.log(metrics, episodes, experience)
         state.iteration += 1
         state.prompts += args.rollout_batch_size
-        stop.agree()  # whether any rank has received a signal
+        stop.agree()  # All ranks learn whether one has received a signal.
         is_last = state.iteration == args.num_iterations
         if stop.number or (args.save_every and (is_last or state.iteration % args.save_every == 0)):
             save_checkpoint(run.path, checkpointed, state, args)
 
-    save_hf_checkpoint(actor, tokenizer, run.path / "model")  # eval_after is of this model
+    save_hf_checkpoint(actor, tokenizer, run.path / "model")  # It is evaluated below.
     if critic:
         save_hf_checkpoint(critic, tokenizer, run.path / "critic")
     if stop.number:
@@ -441,35 +455,35 @@ def optimizer_step(model: Transformer, optimizer, lr: float, args) -> dict:
 # === 4. Experience ===
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Experience:
-    """What the updates learn from: N samples on the CPU or, as a microbatch, B on the device.
+    """What the updates learn from: N samples, on the CPU.
 
-    A further field, a tensor [N] or [N, T], goes into every microbatch.
+    If you add a field, a tensor [N] or [N, T], every microbatch gets its part of it.
     """
 
-    tokens: Tensor  # [N, T], as all tensors that follow but lengths
-    mask: Tensor  # bool: sampled, and trains; values and log-probs are 0 where it is False
-    logprobs: Tensor  # the sampler's, not the actor's
-    rewards: Tensor  # less --truncation-penalty after `make_experience`; without the KL
     lengths: Tensor  # [N] tokens of prompt and response, without padding
-    # What follows is filled in by `make_experience`.
+    # All other tensors are [N, T]. Log-probs and values are 0 where the mask is False.
+    tokens: Tensor
+    mask: Tensor  # bool: True at the tokens that are trained on
+    sampler_logprobs: Tensor
+    rewards: Tensor  # of environment and reward model, minus --truncation-penalty
+    # `make_experience` fills in the rest, in this order.
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None  # NaN everywhere without a reference
     values: Tensor | None = None  # 0 without a critic
-    advantages: Tensor | None = None
     returns: Tensor | None = None
+    advantages: Tensor | None = None
     advantage_std: float = 0.0  # before whitening
-    packing: Packing | None = None  # filled in by `microbatch`: its tokens in one row, no padding
 
     @classmethod
     def from_episodes(cls, episodes: list[Episode]) -> Experience:
         return cls(
+            lengths=torch.tensor([len(e.ids) for e in episodes]),
             tokens=padded(e.ids for e in episodes),
             mask=padded(e.mask for e in episodes),
-            logprobs=padded(e.logprobs for e in episodes),
+            sampler_logprobs=padded(e.logprobs for e in episodes),
             rewards=padded(e.rewards for e in episodes),
-            lengths=torch.tensor([len(e.ids) for e in episodes]),
         )
 
     def apply(self, function: Callable) -> Experience:
@@ -481,22 +495,29 @@ class Experience:
         """The samples `rows` [B], cropped to T tokens."""
         return self.apply(lambda x: x[rows, :T] if x.ndim > 1 else x[rows])
 
-    def microbatch(self, rows: Tensor, device: str) -> Experience:
+    def microbatch(self, rows: Tensor, device: str) -> Microbatch:
         """The samples `rows` [B], cropped to the longest of them, on the device.
 
-        `rows` may be empty: with FSDP, a rank without samples must take part in the forward pass.
-        It computes the first token of sample 0, where the mask is False and the loss 0.
+        `rows` may be empty. A rank without samples must still take part in FSDP's forward pass: it
+        gets one token of a prompt, where the mask is False and the loss 0.
         """
         lengths = self.lengths[rows]
         if len(rows) == 0:
             rows, lengths = torch.tensor([0]), torch.tensor([1])
-        mb = self.select(rows, int(lengths.max()))
-        packing = Packing.from_lengths(lengths, mb.mask, device)
-        return dataclasses.replace(mb.apply(lambda x: upload(x, device)), packing=packing)
+        selected = self.select(rows, int(lengths.max()))
+        packing = Packing.from_lengths(lengths, selected.mask, device)
+        return Microbatch(packing=packing, **vars(selected.apply(lambda x: upload(x, device))))
 
 
-# What two methods of the models compute for a microbatch [B, T]. The indented lines say it without
-# packing:
+@dataclass(kw_only=True)
+class Microbatch(Experience):
+    """B samples of an experience, on the device, for one forward and backward pass."""
+
+    packing: Packing  # where the real tokens of [B, T] are: the models compute no padding
+
+
+# The updates call two methods of the models with a microbatch [B, T]. Without packing they would
+# be:
 #
 #     logprobs, entropies = actor.sampled_logprobs(mb, temperature)
 #         log_p = F.log_softmax(actor(tokens) / temperature, dim=-1)[:, :-1]  # of tokens[:, 1:]
@@ -506,113 +527,126 @@ class Experience:
 #     values = critic.sampled_values(mb)
 #         values[:, 1:] = critic(tokens)[:, :-1] * mask[:, 1:]
 #
-# The methods, in section 6, skip padding, and never hold all logits at once.
+# The methods, in section 6, skip padding and never hold all logits at once.
 
 
 @torch.no_grad()
 def forward_all(function: Callable, experience: Experience, args) -> Tensor:
-    """`function(microbatch)` [B, T] of all samples, [N, T]. Every rank computes a share of it."""
+    """Apply `function` to all samples, microbatch by microbatch, and return [N, T].
+
+    Each rank computes its share.
+    """
     out = torch.zeros(experience.tokens.shape, device=args.device)
     everything = torch.arange(len(out))
     for rows in microbatches(everything, experience.lengths, args.micro_batch_tokens):
-        # torch.compile makes another graph if gradients are off, which rounds differently: the
-        # first ratio would not be 1 in bfloat16. Compiled models therefore score with gradients on.
+        # Compiled models score with gradients on. With gradients off torch.compile builds another
+        # graph, which rounds differently: in bfloat16 the first ratio would not be 1.
         with torch.set_grad_enabled(args.compile == "on"):
             result = function(experience.microbatch(rows, args.device))
-        result = result[: len(rows)].detach().float()  # nothing if this rank has no rows
+        result = result[: len(rows)].detach().float()  # This is empty if the rank has no rows.
         out[upload(rows, args.device), : result.shape[1]] = result
-    return all_reduce(out).cpu()  # a row was computed by one rank and is 0 on the others
+    return all_reduce(out).cpu()  # A row was computed by one rank and is 0 on the others.
 
 
 def logprobs_of_all(model: Transformer, experience: Experience, args) -> Tensor:
-    """[N, T] by the method of the updates, in other microbatches: up to rounding the same."""
-    logprobs = lambda mb: model.sampled_logprobs(mb, args.temperature)[0]
-    return forward_all(logprobs, experience, args)
+    """Log-probs [N, T] of all samples, computed as in the updates but in other microbatches."""
+    return forward_all(lambda mb: model.sampled_logprobs(mb, args.temperature)[0], experience, args)
 
 
-def make_experience(episodes, actor, critic, reference, state, args):
-    """All that the updates need, computed before the first of them. `state` is for forks."""
+def make_experience(episodes, actor, critic, reference, args) -> Experience:
+    """Compute all that the updates need, before the first of them."""
     experience = Experience.from_episodes(episodes)
     mask = experience.mask
-    # --- Log-probs [N, T]. Those of the sampler differ from the actor's by rounding.
-    old_logprobs = experience.logprobs
-    if args.recompute_old_logprobs:
-        old_logprobs = logprobs_of_all(actor, experience, args)
-    ref_logprobs = old_logprobs * math.nan  # without a reference there is no KL
-    if reference:
-        ref_logprobs = logprobs_of_all(reference, experience, args)
 
-    # --- Rewards [N, T]: those of environment and reward model, minus the penalties
-    rewards = experience.rewards  # the same tensor: a change in place is logged, too
-    # FORK: reward shaping, not in evaluations. Every rank does the same, for all samples; `state`
-    # has the iteration. A sample's reward goes to its last token: on all, it would pay for length.
+    # --- Log-probs. The sampler's differ from the actor's by rounding alone.
+    experience.old_logprobs = experience.sampler_logprobs
+    if args.recompute_old_logprobs:
+        experience.old_logprobs = logprobs_of_all(actor, experience, args)
+    experience.ref_logprobs = experience.old_logprobs * math.nan
+    if reference:
+        experience.ref_logprobs = logprobs_of_all(reference, experience, args)
+
+    # --- Rewards. Those of the experience are logged; the advantages see the KL, too.
+    # FORK: reward shaping. Evaluations do not see it. Every rank must compute the same, for all
+    # samples. Give a sample's reward to its last token: given to every token, it pays for length.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
-            rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
-    if args.kl_coef and not args.kl_loss:  # else in the loss. The logged reward is without it.
-        rewards = rewards - args.kl_coef * kl_estimate(old_logprobs, ref_logprobs, "k1")
-    if not rewards.norm().isfinite():  # the norm overflows where whitening would
+            experience.rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
+    kl_penalty = 0.0
+    if args.kl_coef and not args.kl_loss:
+        kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, "k1")
+        kl_penalty = args.kl_coef * kl
+    rewards = experience.rewards - kl_penalty
+    if not rewards.norm().isfinite():  # Whitening overflows no earlier than this norm.
         raise UserError("a reward, or its penalty for the KL, is not finite, or is too large")
 
-    # --- Values, advantages and returns. Advantages are whitened over the whole rollout.
-    values = forward_all(critic.sampled_values, experience, args) if critic else 0.0 * rewards
+    # --- Values, returns, advantages. Advantages are whitened over the whole rollout.
+    experience.values = torch.zeros_like(rewards)
+    if critic:
+        experience.values = forward_all(critic.sampled_values, experience, args)
     # FORK: advantages.
-    advantages, _ = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda)
-    _, returns = compute_gae(rewards, values, mask, args.gamma, args.critic_lambda)
-    advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
-    if advantage_std < 1e-6:  # rounding errors alone, which whitening would amplify
+    advantages, _ = compute_gae(rewards, experience.values, mask, args.gamma, args.gae_lambda)
+    _, returns = compute_gae(rewards, experience.values, mask, args.gamma, args.critic_lambda)
+    experience.returns = returns
+    experience.advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
+    if experience.advantage_std < 1e-6:  # All are equal: do not amplify rounding errors.
         advantages = torch.zeros_like(advantages)
-    return dataclasses.replace(
-        experience, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values,
-        advantages=masked_whiten(advantages, mask), returns=returns, advantage_std=advantage_std,
-    )  # fmt: skip
+    experience.advantages = masked_whiten(advantages, mask)
+    return experience
 
 
-def minibatches(experience: Experience, epoch: int, state, args):
-    """Minibatches of one pass over the experience, in a random order.
+def minibatch_rows(experience: Experience, epoch: int, state, args) -> list[Tensor]:
+    """The samples of each minibatch of an epoch, in a random order.
 
-    Yields the number of sampled tokens on all ranks, the denominator of the losses, and this rank's
-    microbatches.
+    It is a function of (seed, iteration, epoch), so that a resumed run has the same orders.
     """
-    # A function of (seed, iteration, epoch), so that a resumed run has the same orders.
     seed = ((args.seed * 1_000_003 + state.iteration) * 1_000_003 + epoch) % 2**63
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(experience.tokens), generator=generator)
-    for rows in progress_bar(order.split(args.train_batch_size), "minibatches"):
-        n_tokens = int(experience.mask[rows].sum())
-        if n_tokens == 0:
-            continue  # a step without gradients would move the weights all the same, by momentum
+    # Adam would move the weights in a step without gradients, too.
+    return [rows for rows in order.split(args.train_batch_size) if experience.mask[rows].any()]
+
+
+def minibatches(experience: Experience, epoch: int, state, args):
+    """The minibatches of an epoch, as pairs (n_tokens, microbatches).
+
+    `n_tokens` counts the sampled tokens on all ranks: losses are divided by it. The microbatches
+    are those of this rank.
+    """
+    for rows in progress_bar(minibatch_rows(experience, epoch, state, args), "minibatches"):
         shares = microbatches(rows, experience.lengths, args.micro_batch_tokens)
-        yield n_tokens, [experience.microbatch(share, args.device) for share in shares]
+        parts = [experience.microbatch(share, args.device) for share in shares]
+        yield int(experience.mask[rows].sum()), parts
 
 
 # === 5. Rollout ===
 # Continuous batching: B rows decode together, and a row that is finished takes the next turn that
 # waits, of any episode. Until then it stays in the batch, so that shapes do not change: it reads
-# and writes the dummy position S, `cache.scratch`.
+# and writes the dummy position `decoder.scratch`.
 
 ENVS_PER_ROW = 1.25  # environments: some episodes wait with a prefilled prompt for a free row
 
 
 @dataclass
 class Episode:
-    """A sample, on the host."""
+    """One sample, as Python lists with an item per token."""
 
-    seed: int  # of the environment: which prompt
-    key: int = 0  # seed of the sampling noise
+    env_seed: int  # determines the prompt
+    noise_key: int = 0  # determines the sampling noise
     ids: list[int] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)  # which were sampled
+    mask: list[bool] = field(default_factory=list)  # True for sampled tokens
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     conversation: list[dict] = field(default_factory=list)  # messages, with role and content
-    prompt_length: int = 0
-    prompt_messages: int = 0  # of the conversation
-    # "": it goes on; "terminated" or "truncated" by the environment; "length": by --max-new-tokens,
-    # also where the environment's reply does not fit; "unscored": no reward, and does not train
+    prompt_length: int = 0  # tokens of the prompt
+    prompt_messages: int = 0  # messages of the prompt
+    # Why the episode ended. "": not yet; "terminated" or "truncated": by the environment; "length":
+    # --max-new-tokens was reached, or left no room for the environment's reply; "unscored": the
+    # reward was None, so the episode is not trained on.
     stop: str = ""
-    # info["success"] of the last step, or whether the environment's rewards are above 0 in sum
+    # info["success"] of the last step, or else whether the rewards sum to more than 0
     success: bool = False
-    score: float = 0.0  # of the reward model; add_scores adds it to the rewards, too
+    score: float = 0.0  # the reward model's score, which add_scores also adds to the rewards
     metrics: dict = field(default_factory=dict)  # the last number of each name in info["metrics"]
 
     def add(self, ids: list[int], logprobs: list[float] | None = None):
@@ -624,7 +658,7 @@ class Episode:
 
     def begin(self, env: gym.Env, tokenizer: HFTokenizer, args) -> dict:
         """Take the environment's prompt. Returns its info, for the warm start."""
-        self.conversation, info = reset(env, self.seed)
+        self.conversation, info = env_reset(env, self.env_seed)
         self.prompt_messages = len(self.conversation)
         self.add(tokenizer.encode_prompt(self.conversation))
         self.prompt_length = len(self.ids)
@@ -637,21 +671,21 @@ class Episode:
     def end_turn(self, env: gym.Env, start: int, tokenizer: HFTokenizer, args):
         """Take the environment's answer to the response, the tokens from `start` on."""
         response = tokenizer.decode(self.ids[start:])
-        messages, reward, end, info = step(env, response)
+        messages, reward, end, info = env_step(env, response)
         self.conversation.append({"role": "assistant", "content": response})
-        if reward is None:  # it does not train
+        if reward is None:  # The episode is not trained on.
             self.stop, self.success = "unscored", False
             self.mask = [False] * len(self.ids)
             self.logprobs = [0.0] * len(self.ids)
             return
         add_rewards(self, reward, info, start, tokenizer)
         self.success = bool(info.get("success", sum(self.rewards) > 0))
-        if self.ids[-1] not in tokenizer.stop_ids:  # even if the environment has ended
+        if self.ids[-1] not in tokenizer.stop_ids:  # It was cut off, whatever the environment says.
             self.stop = "length"
         elif end:
             self.stop = end
         else:
-            # Only what is new is encoded: to encode the response again could change its ids.
+            # Encode only the new text. Encoding the response again could change its ids.
             feedback = tokenizer.encode_feedback(messages)
             if len(self.ids) + len(feedback) < self.prompt_length + args.max_new_tokens:
                 self.add(feedback)
@@ -660,29 +694,26 @@ class Episode:
                 self.stop = "length"
 
 
-def decode_step(decoder: Decoder, attend: int):
+def sample_token(decoder: Decoder, n_visible: int):
     """Sample one token in every row that is alive. The host does not wait for the device.
 
     The input is the newest token of a row. It is not in the cache yet: this forward puts it there.
-    Attention reads the first `attend` positions of the cache. The decoder's `tokens` and `logprobs`
-    are [B, S + 1], with the dummy position as last column; `length`, `limit` (of the length),
-    `keys` (of the noise) and `alive` are [B].
+    Attention sees the first `n_visible` positions of the cache.
     """
-    cache = decoder.cache
-    position = torch.where(decoder.alive, decoder.length - 1, cache.scratch)[:, None]  # [B, 1]
-    inputs = decoder.tokens[cache.rows, position]
-    logits = decoder.sampler.decode(inputs, position, cache, attend)[:, 0].float()  # [B, V]
-    # FORK: sampling. With top-p or top-k record the log-probs of the filtered policy, and weigh the
-    # loss by exp(old - recorded), as tests/forks/sampler_correction.patch does. Do not filter old
-    # and new log-probs: after an update a sampled token may be one that the filter removes.
+    position = torch.where(decoder.alive, decoder.length - 1, decoder.scratch)[:, None]  # [B, 1]
+    newest = decoder.tokens.gather(1, position)
+    logits = decoder.sampler.next_logits(newest, position, decoder.cache, n_visible)  # [B, V]
+    # FORK: sampling. If you add top-p or top-k, record the log-probs of the filtered policy and
+    # weight the loss by exp(old - recorded), as tests/forks/sampler_correction.patch does. Do not
+    # filter old and new log-probs: after an update the filter may remove a sampled token.
     logits /= decoder.temperature
     # The argmax of logits plus Gumbel noise is a sample. The scale of the noise is 0 if greedy.
-    noise = gumbel_noise(decoder.keys, decoder.length, logits.shape[1])  # [B, V]
+    noise = gumbel_noise(decoder.noise_keys, decoder.length, logits.shape[1])  # [B, V]
     token = (logits + decoder.noise_scale * noise).argmax(-1, keepdim=True)  # [B, 1]
     logprob = logits.gather(1, token) - logits.logsumexp(-1, keepdim=True)
-    index = torch.where(decoder.alive, decoder.length, cache.scratch)[:, None]  # [B, 1]
-    decoder.tokens[cache.rows, index] = token
-    decoder.logprobs[cache.rows, index] = logprob
+    index = torch.where(decoder.alive, decoder.length, decoder.scratch)[:, None]  # [B, 1]
+    decoder.tokens.scatter_(1, index, token)
+    decoder.logprobs.scatter_(1, index, logprob)
     decoder.length += decoder.alive
     decoder.alive &= (token != decoder.stop_ids).all(-1) & (decoder.length < decoder.limit)
 
@@ -704,7 +735,8 @@ class Slots:
         for start in range(0, len(turns), at_once):
             part = turns[start : start + at_once]
             tokens = padded([episode.ids for _, episode in part]).to(weight.device)  # [R, T]
-            cache = KVCache(sampler.config, *tokens.shape, weight.dtype, weight.device)
+            R, T = tokens.shape
+            cache = KVCache(sampler.config, R, T + 1, weight.dtype, weight.device)
             positions = torch.arange(tokens.shape[1], device=weight.device).expand_as(tokens)
             sampler.prefill(tokens, positions, cache, cache.size)
             for i, turn in enumerate(part):
@@ -729,8 +761,9 @@ class Slots:
     def decode(self) -> list[Iterator]:
         """Make some decode steps. Returns the players whose responses have ended."""
         decoder = self.decoder
-        longest = int((decoder.length * decoder.alive).max())
-        decoder.decode_block(longest - 1 + decoder.steps)
+        used = int((decoder.length * decoder.alive).max()) - 1  # positions of the cache
+        for _ in range(decoder.steps_per_wait):
+            decoder.step(used + decoder.steps_per_wait)
         players = []
         alive, length = decoder.alive.tolist(), decoder.length.tolist()  # the host waits
         for row, (player, episode) in list(self.playing.items()):
@@ -751,8 +784,8 @@ def play_row(env: gym.Env, episodes: Iterator[Episode], tokenizer: HFTokenizer, 
     """
     for episode in episodes:
         episode.begin(env, tokenizer, args)
-        messages = episode.conversation[-1:]
-        with attempt(f"play the episode with seed {episode.seed}: {messages!r:.200}", CodeError):
+        seed, messages = episode.env_seed, episode.conversation[-1:]
+        with attempt(f"play the episode with seed {seed}: {messages!r:.200}", CodeError):
             while not episode.stop:
                 start = len(episode.ids)
                 yield episode
@@ -811,7 +844,7 @@ def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> lis
 
 
 def play(decoder, tokenizer, envs, seeds, iteration, args) -> list[Episode]:
-    """An episode for each of `seeds`: every rank plays a share, and gets the episodes of all."""
+    """Play an episode for each of `seeds`. Each rank plays its share and receives all of them."""
     first = len(seeds) * RANK // WORLD_SIZE
     end = len(seeds) * (RANK + 1) // WORLD_SIZE
     mine = rollout(decoder, tokenizer, envs, seeds[first:end], range(first, end), iteration, args)
@@ -905,6 +938,54 @@ class Packing:
 HAS_VARLEN = torch.__version__ >= "2.12"
 
 
+@dataclass(frozen=True)
+class Context:
+    """What all layers need to know about the tokens [B, T] or, packed, [n] of a forward pass.
+
+    A token sees itself and what is before it: in training, where `packing` says which tokens are
+    of the same sample; in decoding, also what `cache` holds; in a plain forward pass, in its row.
+    """
+
+    positions: Tensor  # index of each token in its sample
+    cos: Tensor  # its rotation, [..., 1, D]
+    sin: Tensor
+    packing: Packing | None = None
+    cache: KVCache | None = None
+    mask: Tensor | None = None  # bool [B * Hkv, 1, G * T, n_visible]: what is seen of the cache
+
+
+def attend_padded(q, k, v) -> Tensor:
+    """q [B, T, H, D]; k, v [B, T, Hkv, D] -> [B, T, H, D]"""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    # Not every kernel that saves memory takes grouped heads.
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    # Rows start at index 0, so causality alone hides the padding on the right.
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def attend_packed(q, k, v, packing: Packing) -> Tensor:
+    """q [n, H, D]; k, v [n, Hkv, D] -> [n, H, D]"""
+    if HAS_VARLEN and q.is_cuda and q.dtype == torch.bfloat16:
+        starts, T = packing.starts, packing.shape[1]
+        return varlen_attn(  # The window is causal.
+            q, k, v, starts, starts, T, T, window_size=(-1, 0), enable_gqa=True
+        )
+    return packing.pack(attend_padded(*(packing.unpack(x, packing.place) for x in (q, k, v))))
+
+
+def attend_cached(q, k, v, layer: int, context: Context) -> Tensor:
+    """q [B, T, H, D]; k, v [B, T, Hkv, D], which are added to the cache -> [B, T, H, D]"""
+    B, T, Hkv, D = k.shape
+    n_visible = context.mask.shape[3]
+    k, v = context.cache.update(layer, k, v, context.positions, n_visible)
+    # enable_gqa is slow with a mask: fold the G query heads of a key head into the queries,
+    # and the key heads into the rows, since attention returns heads as the innermost but one.
+    q = q.view(B, T, Hkv, -1, D).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, T, D]
+    q, k, v = (x.flatten(0, 1)[:, None] for x in (q.flatten(2, 3), k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask)  # [B*Hkv, 1, G*T, D]
+    return out.view(B, Hkv, -1, T, D).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
 class Attention(nn.Module):
     def __init__(self, config: PretrainedConfig, layer: int):
         super().__init__()
@@ -920,42 +1001,19 @@ class Attention(nn.Module):
         self.q_norm = norm(self.D, config.rms_norm_eps)
         self.k_norm = norm(self.D, config.rms_norm_eps)
 
-    def forward(self, x, cos, sin, packing=None, cache=None, positions=None, mask=None):
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         q = self.q_proj(x).unflatten(-1, (self.H, self.D))  # [..., H, D]
         k = self.k_proj(x).unflatten(-1, (self.Hkv, self.D))  # [..., Hkv, D]
         v = self.v_proj(x).unflatten(-1, (self.Hkv, self.D))
-        q = apply_rope(self.q_norm(q), cos, sin)
-        k = apply_rope(self.k_norm(k), cos, sin)
-        if cache is not None:
-            out = self.attend_to_cache(q, k, v, cache, positions, mask)
-        elif packing is not None and HAS_VARLEN and q.is_cuda and q.dtype == torch.bfloat16:
-            starts, T = packing.starts, packing.shape[1]
-            out = varlen_attn(  # [n, H, D]; the window is causal
-                q, k, v, starts, starts, T, T, window_size=(-1, 0), enable_gqa=True
-            )
+        q = apply_rope(self.q_norm(q), context.cos, context.sin)
+        k = apply_rope(self.k_norm(k), context.cos, context.sin)
+        if context.packing is not None:
+            out = attend_packed(q, k, v, context.packing)
+        elif context.cache is not None:
+            out = attend_cached(q, k, v, self.layer, context)
         else:
-            if packing is not None:
-                q, k, v = (packing.unpack(x, packing.place) for x in (q, k, v))  # [B, T, ..., D]
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H or Hkv, T, D]
-            # Not every kernel that saves memory takes grouped heads.
-            k, v = (x.repeat_interleave(self.H // self.Hkv, dim=1) for x in (k, v))
-            # Rows start at index 0, so causality alone hides the padding on the right.
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            out = out.transpose(1, 2)  # [B, T, H, D]
-            if packing is not None:
-                out = packing.pack(out)  # [n, H, D]
+            out = attend_padded(q, k, v)
         return self.o_proj(out.flatten(-2))
-
-    def attend_to_cache(self, q, k, v, cache, positions, mask):
-        """Add k and v [B, T, Hkv, D] to the cache, attend to all that is in it: [B, T, H, D]."""
-        B, T = positions.shape
-        k, v = cache.update(self.layer, k, v, positions, mask.shape[3])  # [B, Hkv, attend, D]
-        # enable_gqa is slow with a mask: fold the G query heads of a key head into the queries,
-        # and the key heads into the rows, since attention returns heads as the innermost but one.
-        q = q.view(B, T, self.Hkv, -1, self.D).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, T, D]
-        q, k, v = (x.flatten(0, 1)[:, None] for x in (q.flatten(2, 3), k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B * Hkv, 1, G * T, D]
-        return out.view(B, self.Hkv, -1, T, self.D).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 class MLP(nn.Module):
@@ -978,21 +1036,21 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, *context) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), *context)
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Transformer(nn.Module):
     """Language model (head="lm"), critic or reward model ("scalar"). Parameter names are HF's."""
 
-    def __init__(self, config: PretrainedConfig, head: Literal["lm", "scalar"] = "lm"):
+    def __init__(self, config, head="lm", checkpointing=False, compile_head="off"):
         super().__init__()
         self.config = config
         self.head = head
         self.tied = head == "lm" and config.tie_word_embeddings
-        self.checkpointing = False
-        self.compile_head = "off"  # see token_logprobs
+        self.checkpointing = checkpointing  # of activations
+        self.compile_head = compile_head  # see token_logprobs
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
             "layers": nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers)),
@@ -1016,7 +1074,7 @@ class Transformer(nn.Module):
         x = self.hidden_states(tokens, positions)
         return self.lm_head(x) if self.head == "lm" else self.values(x)
 
-    def sampled_logprobs(self, mb: Experience, temperature: float) -> tuple[Tensor, Tensor]:
+    def sampled_logprobs(self, mb: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs of sampled tokens, and entropies, [B, T] each: see section 4."""
         packing = mb.packing
         x = self.states_before_sampled(mb.tokens, packing)  # [m, hidden]
@@ -1025,7 +1083,7 @@ class Transformer(nn.Module):
         logprobs, entropies = token_logprobs(x, weight, targets, temperature, self.compile_head)
         return packing.unpack_sampled(logprobs), packing.unpack_sampled(entropies)
 
-    def sampled_values(self, mb: Experience) -> Tensor:
+    def sampled_values(self, mb: Microbatch) -> Tensor:
         """Values [B, T] of the states in which tokens were sampled: see section 4.
 
         Models with the same tokenizer may have vocabularies of different sizes, with unused ids at
@@ -1035,37 +1093,38 @@ class Transformer(nn.Module):
         x = self.states_before_sampled(tokens, mb.packing)  # [m, hidden]
         return mb.packing.unpack_sampled(self.values(x))
 
-    def prefill(self, tokens, positions, cache: KVCache, attend: int) -> Tensor:
-        """Put the tokens at `positions` [B, T] into the cache. They see its first `attend` places.
+    def prefill(self, tokens, positions, cache: KVCache, n_visible: int) -> Tensor:
+        """Put tokens [B, T] into the cache, at `positions`. They see its first `n_visible` ones.
 
         Returns their hidden states [B, T, hidden].
         """
         Hkv = self.config.num_key_value_heads
         G = self.config.num_attention_heads // Hkv
         queries = positions.repeat(1, G).repeat_interleave(Hkv, 0)  # [B * Hkv, G * T]
-        mask = torch.arange(attend, device=tokens.device) <= queries[:, None, :, None]
+        mask = torch.arange(n_visible, device=tokens.device) <= queries[:, None, :, None]
         return self.hidden_states(tokens, positions, cache=cache, mask=mask)
 
-    def decode(self, tokens, positions, cache: KVCache, attend: int) -> Tensor:
-        """As `prefill`, but returns logits [B, T, V]."""
-        return self.lm_head(self.prefill(tokens, positions, cache, attend))
+    def next_logits(self, tokens, positions, cache: KVCache, n_visible: int) -> Tensor:
+        """As `prefill`, with one token per row. Returns the logits [B, V] of the next one."""
+        return self.lm_head(self.prefill(tokens, positions, cache, n_visible))[:, 0].float()
 
-    def hidden_states(self, tokens, positions, packing=None, cache=None, mask=None) -> Tensor:
+    def hidden_states(self, tokens: Tensor, positions: Tensor, **context) -> Tensor:
         """The input of the head, [..., hidden], for tokens [B, T] or, with a packing, [n]."""
         angles = positions[..., None, None].float() * self.rope  # [..., 1, D / 2]
         angles = torch.cat((-angles, angles), dim=-1)  # negates the first half of sin, not of cos
         cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
+        context = Context(positions, cos, sin, **context)
         x = self.model.embed_tokens(tokens)
         for block in self.model.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, packing, use_reentrant=False)
+                x = checkpoint(block, x, context, use_reentrant=False)
             else:
-                x = block(x, cos, sin, packing, cache, positions, mask)
+                x = block(x, context)
         return self.model.norm(x)
 
     def states_before_sampled(self, tokens: Tensor, packing: Packing) -> Tensor:
         """[m, hidden] of the states in which the m sampled tokens of tokens [B, T] were sampled."""
-        x = self.hidden_states(packing.pack(tokens), packing.position, packing)  # [n, hidden]
+        x = self.hidden_states(packing.pack(tokens), packing.position, packing=packing)
         # The shift by one: log-prob and value of a sampled token come from the output one token
         # earlier, which belongs to the same sample, since every sample begins with a prompt.
         return x[packing.sampled - 1]
@@ -1078,87 +1137,83 @@ class Transformer(nn.Module):
 class KVCache:
     """Keys and values of every layer, [B, Hkv, size, D] each.
 
-    A forward pass writes anywhere (what must not be kept, at position `scratch`), but reads only
-    the first `attend` positions: a decode step takes as long as the texts are, not the limit.
+    A forward pass may write to all positions, but reads only the first `n_visible` ones: a decode
+    step takes as long as the texts are, not the limit.
     """
 
     def __init__(self, config: PretrainedConfig, B, S, dtype=torch.float32, device="cpu"):
-        self.scratch = S
-        self.size = round_up(S + 1, 16)
+        self.size = round_up(S, 16)
         self.rows = torch.arange(B, device=device)[:, None]
         shape = (B, config.num_key_value_heads, self.size, config.head_dim)
         zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
         self.layers = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
 
-    def update(self, layer: int, k, v, positions: Tensor, attend: int) -> tuple[Tensor, Tensor]:
-        """Write k, v [B, T, Hkv, D] at `positions` [B, T]; returns both, [B, Hkv, attend, D]."""
+    def update(self, layer: int, k, v, positions: Tensor, n_visible: int) -> tuple[Tensor, Tensor]:
+        """Write k, v [B, T, Hkv, D] at `positions` [B, T]; returns all, [B, Hkv, n_visible, D]."""
         keys, values = self.layers[layer]
         keys[self.rows, :, positions] = k
         values[self.rows, :, positions] = v
-        return keys[:, :, :attend], values[:, :, :attend]
+        return keys[:, :, :n_visible], values[:, :, :n_visible]
 
 
 class Decoder:
     """B rows that decode together, on the device: on a GPU with torch.compile, as CUDA graphs.
 
-    A graph replays the hundreds of small kernels of a decode step by one launch, on the same
-    addresses. Weights, cache and rows therefore stay where they are for the whole run, and are
-    modified in place.
+    A graph replays the hundreds of small kernels of a step by one launch, on the same addresses.
+    Weights, cache and rows therefore stay where they are for the whole run, and are modified in
+    place.
     """
 
     def __init__(self, sampler: Transformer, B: int, stop_ids: list[int], args):
         weight = sampler.model.norm.weight
         self.sampler = sampler
-        S = longest(args)
-        self.cache = KVCache(sampler.config, B, S, weight.dtype, weight.device)
+        S = max_sample_length(args)
+        self.scratch = S  # a position after all tokens, for rows that are finished
+        self.cache = KVCache(sampler.config, B, S + 1, weight.dtype, weight.device)
         zeros = functools.partial(torch.zeros, device=weight.device)
         self.tokens = zeros(B, S + 1, dtype=torch.int64)
         self.logprobs = zeros(B, S + 1)
         self.length = zeros(B, dtype=torch.int64)
-        self.limit = zeros(B, dtype=torch.int64)
-        self.keys = zeros(B, dtype=torch.int32)  # see gumbel_noise
+        self.limit = zeros(B, dtype=torch.int64)  # of the length
+        self.noise_keys = zeros(B, dtype=torch.int32)  # see gumbel_noise
         self.alive = zeros(B, dtype=torch.bool)  # still decoding
         self.temperature = zeros(())
         self.noise_scale = zeros(())
         self.stop_ids = torch.tensor(stop_ids, device=weight.device)
-        self.steps = 8 if weight.is_cuda else 1  # decode steps between host syncs
-        self.decode_step = maybe_compiled(decode_step, args.compile)
+        self.steps_per_wait = 8 if weight.is_cuda else 1  # steps until the host waits
+        self.sample_token = maybe_compiled(sample_token, args.compile)
         self.use_graphs = weight.is_cuda and args.compile == "on"
         self.graphs = {}
         self.pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
 
     def begin(self, rows, episodes: list[Episode], args):
         """Put the tokens of an episode in each of `rows`, to decode its next response."""
-        rows = torch.tensor(rows, device=self.keys.device)
+        rows = torch.tensor(rows, device=self.tokens.device)
         ids = padded([e.ids for e in episodes]).to(rows.device)  # [len(rows), T]
         self.tokens[rows, : ids.shape[1]] = ids
-        settings = [
-            (len(e.ids), e.prompt_length + args.max_new_tokens, e.key, not e.stop) for e in episodes
+        numbers = [
+            (len(e.ids), e.prompt_length + args.max_new_tokens, e.noise_key, not e.stop)
+            for e in episodes
         ]
-        columns = torch.tensor(settings, device=rows.device).T
-        for x, column in zip((self.length, self.limit, self.keys, self.alive), columns):
+        numbers = torch.tensor(numbers, device=rows.device)  # [len(rows), 4], in one upload
+        for x, column in zip((self.length, self.limit, self.noise_keys, self.alive), numbers.T):
             x[rows] = column.to(x.dtype)
         self.temperature.fill_(args.temperature or 1.0)
         self.noise_scale.fill_(args.temperature > 0)
 
-    def decode_block(self, used: int):
-        """As many decode steps as need no wait, of rows that end within `used` positions."""
-        attend = min(round_up(used, 128), self.cache.size)  # few shapes and graphs
-        for _ in range(self.steps):
-            self.step(attend)
-
-    def step(self, attend: int):
-        """A decode_step of all rows, which reads `attend` positions of the cache."""
-        if attend in self.graphs:
-            self.graphs[attend].replay()
+    def step(self, used: int):
+        """`sample_token` in all rows, which have at most `used` tokens in the cache after it."""
+        n_visible = min(round_up(used, 128), self.cache.size)  # few shapes and graphs
+        if n_visible in self.graphs:
+            self.graphs[n_visible].replay()
             return
-        self.decode_step(self, attend)
+        self.sample_token(self, n_visible)
         if self.use_graphs:
             graph = torch.cuda.CUDAGraph()
             # "thread_local": an environment's threads may use the GPU meanwhile
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
-                self.decode_step(self, attend)  # is recorded, does not run
-            self.graphs[attend] = graph
+                self.sample_token(self, n_visible)  # is recorded, does not run
+            self.graphs[n_visible] = graph
 
 
 @functools.cache
@@ -1249,8 +1304,10 @@ def hash32(x: Tensor, key=0) -> Tensor:
 
 def sample_keys(seed: int, iteration: int, sample_ids) -> Tensor:
     """A key [N] for the noise of each sample, which depends on neither batch, slot nor rank."""
-    int32 = lambda x: torch.tensor(x, dtype=torch.int32)
-    return hash32(hash32(hash32(int32(seed)) ^ int32(iteration)) ^ int32(sample_ids))
+    seed, iteration, sample_ids = (
+        torch.tensor(x, dtype=torch.int32) for x in (seed, iteration, sample_ids)
+    )
+    return hash32(hash32(hash32(seed) ^ iteration) ^ sample_ids)
 
 
 def gumbel_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
@@ -1417,6 +1474,9 @@ def check_vocabulary(tokenizer: HFTokenizer, actors: HFTokenizer):
         raise UserError(f"{tokenizer.folder}: has not the actor's vocabulary")
 
 
+HEADS = "lm_head.weight", "score.weight"
+
+
 def load_weights(model: Transformer, folder: str, needs_head: bool = True):
     """Fill `model`, which may be sharded, from the safetensors in `folder`.
 
@@ -1438,17 +1498,7 @@ def load_weights(model: Transformer, folder: str, needs_head: bool = True):
         dcp.load(weights, storage_reader=reader)
 
 
-HEADS = "lm_head.weight", "score.weight"
-
-
 @torch.no_grad()
-def assign(p: Tensor, whole: Tensor):
-    """Copy a whole tensor into one that may be sharded."""
-    if isinstance(p, DTensor):
-        whole = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
-    p.copy_(whole)
-
-
 def copy_weights(source: Transformer, target: Transformer):
     """Copy all weights but the head, if the models have different ones. Either may be sharded.
 
@@ -1457,7 +1507,10 @@ def copy_weights(source: Transformer, target: Transformer):
     sources = dict(source.named_parameters())
     for name, p in target.named_parameters():
         if name in sources:
-            assign(p, full_tensor(sources[name].detach().to(p.dtype)))
+            whole = full_tensor(sources[name].to(p.dtype))
+            if isinstance(p, DTensor):
+                whole = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+            p.copy_(whole)
 
 
 def full_tensor(x: Tensor) -> Tensor:
@@ -1579,9 +1632,10 @@ class Prompts(gym.Env):
     def __init__(self, path: str, reward: str | None = None):
         self.rows = load_rows(str(path), self.convert)
         self.num_prompts = len(self.rows)
+        self.reward_function = None
         if reward:
-            with attempt(f"import the reward function {reward}"):
-                self.reward = pkgutil.resolve_name(reward)  # in place of the method below
+            with attempt(f"import the reward function {reward}", CodeError):
+                self.reward_function = pkgutil.resolve_name(reward)
 
     @staticmethod
     def convert(row):
@@ -1602,7 +1656,9 @@ class Prompts(gym.Env):
         return "", reward, True, False, info
 
     def reward(self, prompt, response, row):
-        return 0.0  # for runs in which a reward model gives all rewards
+        if self.reward_function is None:
+            return 0.0  # for runs in which a reward model gives all rewards
+        return self.reward_function(prompt, response, row=row)
 
 
 def parse_number(text: str) -> float | None:
@@ -1664,21 +1720,21 @@ def as_messages(text) -> list[dict]:
     return list(text)
 
 
-def reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
+def env_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
     """The prompt as messages, and info."""
     with attempt(f"reset the environment with seed {seed}", CodeError):
         prompt, info = env.reset(seed=seed)
         return as_messages(prompt), info
 
 
-def step(env: gym.Env, response: str):
+def env_step(env: gym.Env, response: str) -> tuple[list[dict], float | None, str, dict]:
     """The next messages, the reward, "terminated", "truncated" or "", and info."""
     text, reward, terminated, truncated, info = env.step(response)
     end = "terminated" if terminated else "truncated" if truncated else ""
     return [] if end else as_messages(text), reward, end, info
 
 
-def number(x, name: str) -> float:
+def to_float(x, name: str) -> float:
     """A finite number, also of numpy or torch, as a float."""
     if not hasattr(x, "__float__") or not math.isfinite(x):
         raise ValueError(f"{name} is {x!r:.80}, which is not a finite number")
@@ -1691,7 +1747,8 @@ def in_threads(method: Callable, turns):
     def call(turn):
         episode = turn[0]
         messages = episode.conversation[-1:]  # none yet before `reset`
-        with attempt(f"play the episode with seed {episode.seed}: {messages!r:.200}", CodeError):
+        seed = episode.env_seed
+        with attempt(f"play the episode with seed {seed}: {messages!r:.200}", CodeError):
             method(*turn)
 
     calls = env_threads().imap_unordered(call, turns)
@@ -1707,15 +1764,18 @@ def add_rewards(episode: Episode, reward, info, start, tokenizer):
     """
     ids = episode.ids[start:]
     response = tokenizer.decode(ids)
-    episode.rewards[-1] += number(reward, "the reward of a step")
+    episode.rewards[-1] += to_float(reward, "the reward of a step")
     for end, part in info.get("rewards", ()):
         if not 1 <= end <= len(response):
             raise ValueError(f"info['rewards']: {end} is not within the response {response!r:.80}")
-        completes = lambda n: tokenizer.decode(ids[: n + 1]).startswith(response[:end])
-        index = bisect.bisect_left(range(len(ids)), True, key=completes)
-        episode.rewards[start + index] += number(part, "a number in info['rewards']")
+        index = bisect.bisect_left(
+            range(len(ids)),
+            True,
+            key=lambda i: tokenizer.decode(ids[: i + 1]).startswith(response[:end]),
+        )
+        episode.rewards[start + index] += to_float(part, "a number in info['rewards']")
     for name, x in info.get("metrics", {}).items():
-        episode.metrics[str(name)] = number(x, f"info['metrics'][{name!r}]")
+        episode.metrics[str(name)] = to_float(x, f"info['metrics'][{name!r}]")
 
 
 def decoder_rows(args) -> int:
@@ -1726,27 +1786,31 @@ def decoder_rows(args) -> int:
     return -(-share // waves)
 
 
-def make_envs(args, on_exit: contextlib.ExitStack, evaluation: bool = False) -> list[gym.Env]:
-    """This rank's environments for a rollout, or for an evaluation."""
-    count = decoder_rows(args)
+@contextlib.contextmanager
+def make_envs(args, evaluation: bool = False) -> Iterator[list[gym.Env]]:
+    """This rank's environments for a rollout, or for an evaluation. In the end they are closed."""
     flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
     if evaluation:
         flags += f" --eval-env-kwargs {args.eval_env_kwargs}"
-    with attempt(f"make the environment of {flags}"):
+    with attempt(f"read the JSON of {flags}"):
         kwargs = json.loads(args.env_kwargs)
         if evaluation:
             kwargs |= json.loads(args.eval_env_kwargs)
-        if args.env_id == "Prompts-v0" and not (kwargs.get("reward") or args.reward_model):
-            raise UserError(
-                "Prompts-v0: nothing gives rewards. Add --reward-model, or a function of yours to "
-                '--env-kwargs, "reward": "my_module:my_function"'
-            )
-        envs = []
-        on_exit.callback(lambda: [env.close() for env in envs])
-        for _ in range(count):
-            envs.append(gym.make(args.env_id, disable_env_checker=True, **kwargs))
-    set_up_thread(gradients=True)
-    return envs
+    envs = []
+    try:
+        with attempt(f"make the environment of {flags}", CodeError):
+            if args.env_id == "Prompts-v0" and not (kwargs.get("reward") or args.reward_model):
+                raise UserError(
+                    "Prompts-v0: nothing gives rewards. Add --reward-model, or a function of yours "
+                    'to --env-kwargs, "reward": "my_module:my_function"'
+                )
+            for _ in range(decoder_rows(args)):
+                envs.append(gym.make(args.env_id, disable_env_checker=True, **kwargs))
+        set_up_thread(gradients=True)
+        yield envs
+    finally:
+        for env in envs:
+            env.close()
 
 
 def check_prompts(envs: list[gym.Env], tokenizer: HFTokenizer, args):
@@ -1772,7 +1836,7 @@ class Clock:
         self.last = now
 
 
-def reduce_stats(stats: list[dict[str, Tensor]]) -> dict[str, float]:
+def sum_over_ranks(stats: list[dict[str, Tensor]]) -> dict[str, float]:
     """Sums over the microbatches of all ranks. The host waits for these."""
     rows = torch.stack([torch.stack(list(row.values())) for row in stats]).detach().double()
     return dict(zip(stats[0], all_reduce(rows.sum(0)).tolist()))
@@ -1804,13 +1868,14 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
     sampled, greedy = play_at(1.0), play_at(0.0)
     if reward_model:
         add_scores(sampled, reward_model, args)
-    result = means(sampled) | {"greedy_accuracy": means(greedy)["accuracy"]}
+    greedy_accuracy = episode_means(greedy)["accuracy"]
+    result = episode_means(sampled) | {"greedy_accuracy": greedy_accuracy}
     numbers = ", ".join(f"{name} {round(x, 4)}" for name, x in result.items())
     print0(f"after {iteration} iterations: {numbers}")
     return result
 
 
-def means(episodes: list[Episode], prefix="") -> dict:
+def episode_means(episodes: list[Episode], prefix="") -> dict:
     """What is logged of a rollout and of an evaluation; of info["metrics"] as env/name.
 
     Samples without a reward count in `unscored` alone.
@@ -1831,33 +1896,33 @@ def means(episodes: list[Episode], prefix="") -> dict:
     return result
 
 
-def iteration_metrics(episodes, experience, actor_stats, critic_stats, evaluation, clock) -> dict:
+def iteration_metrics(episodes, experience, actor_steps, critic_steps, evaluation, clock) -> dict:
     """What is logged of an iteration, but for the ratio's diagnosis."""
     e, mask = experience, experience.mask
     scored = mask.any(1)
-    sampler_gap = (e.logprobs - e.old_logprobs).abs()
-    metrics = means(episodes, "objective/") | {
+    sampler_gap = (e.sampler_logprobs - e.old_logprobs).abs()
+    metrics = episode_means(episodes, "objective/") | {
         "objective/reward": float(masked_mean(e.rewards.sum(1), scored)),  # without the KL
         "objective/entropy": -float(masked_mean(e.old_logprobs, mask)),
         "objective/kl": float(masked_mean((e.old_logprobs - e.ref_logprobs).sum(1), scored)),
         "critic/explained_variance": explained_variance(e.values[mask], e.returns[mask]),
         "critic/value_mean": float(masked_mean(e.values, mask)),
         "critic/return_mean": float(masked_mean(e.returns, mask)),
-        "critic/first_dev": critic_stats[0]["value_dev"] if critic_stats else 0.0,
+        "critic/first_dev": critic_steps[0]["value_dev"] if critic_steps else 0.0,
         "time/iteration": sum(clock.phases.values()),
         "perf/peak_memory_bytes": torch.cuda.max_memory_allocated(),
         "debug/sampler_trainer_logprob_diff": float(masked_mean(sampler_gap, mask)),
-        "ratio/steps": actor_stats,
+        "ratio/steps": actor_steps,
     }
     for prefix, numbers in (("eval", evaluation), ("time", clock.phases)):
         metrics |= {f"{prefix}/{name}": value for name, value in numbers.items()}
-    for model, steps in (("actor", actor_stats), ("critic", critic_stats)):
+    for model, steps in (("actor", actor_steps), ("critic", critic_steps)):
         for name in steps[0] if steps else ():
             metrics[f"{model}/{name}"] = sum(step[name] for step in steps) / len(steps)
     return metrics
 
 
-def completions(episodes: list[Episode], experience: Experience) -> list[dict]:
+def logged_samples(episodes: list[Episode], experience: Experience) -> list[dict]:
     """The first samples of a rollout, for completions.jsonl."""
     samples = []
     for episode, reward in zip(episodes[:4], experience.rewards.sum(1).tolist()):
@@ -1891,45 +1956,72 @@ ADVICE = {  # by the cause of a ratio that stays at 1, or begins elsewhere
 }
 
 
-def diagnose_ratio(actor, sampler, experience, steps, early_stop, state, args) -> dict:
-    """The metrics ratio/...: what the ratio did and, if it stayed at 1, why.
-
-    Only then it has a cost. Comes before the sampler gets the new weights.
-    """
+def diagnose_ratio(actor, experience, steps, early_stop, relative_update, state, args) -> dict:
+    """The metrics ratio/...: how far the ratio was from 1 and, if it stayed there, why."""
     measured = steps or [early_stop or {"ratio_dev": 0.0}]
-    first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch,
-    last_dev = measured[-1]["ratio_dev"]  # and of the last one
-    metrics = {
+    first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch
+    last_dev = measured[-1]["ratio_dev"]
+    moved = math.isnan(last_dev) or last_dev > 2 * max(first_dev, 1e-7)
+    taken = [step for step in steps if not step["skipped"]]
+    lr = steps[-1]["lr"] if steps else 0.0
+    is_first = state.actor_steps == len(steps)  # No earlier iteration has made steps.
+    bf16 = args.dtype == "bfloat16"  # It hides small movements.
+    sampler_dev = mean_ratio_dev(experience.sampler_logprobs, experience)
+    causes = {  # The first that holds is reported. Those below None are of a ratio that stays at 1.
+        "critic_warmup": state.iteration < args.critic_warmup_iterations,
+        "empty_mask": not experience.mask.any(),
+        "forward_mismatch": first_dev > 1e-4
+        and first_dev > 3 * scoring_error(actor, experience, state, args),
+        "kl_early_stop": early_stop and not moved,
+        "no_step": not steps,
+        "steps_skipped": not taken,
+        None: moved,
+        "bf16_underflow": next(actor.parameters()).dtype != torch.float32,
+        "advantage_zero": experience.advantage_std < 1e-6,
+        "no_grad_to_actor": all(step["grad_norm"] == 0 for step in taken),
+        "optimizer_noop": relative_update == 0 and lr > (1e-7 if bf16 else 1e-10),
+        "lr_or_clip_too_small": relative_update < (1e-4 if bf16 else 1e-6),
+        # After an earlier update the sampler, a copy of the actor, shows what the forward ignores.
+        "forward_ignores_update": sampler_dev > 1e-4 and not bf16,
+        "one_update_by_design": len(steps) == 1,
+        "old_logprob_recomputed": not bf16 and not is_first,
+    }
+    cause = next((cause for cause, holds in causes.items() if holds), None)
+    if cause == "forward_mismatch" and args.recompute_old_logprobs and is_first:
+        raise UserError(
+            f"the first ratio of the run is not 1: |ratio - 1| is {first_dev:.2g} on average: "
+            f"{ADVICE[cause]}"
+        )
+    return {
         "ratio/first_dev": first_dev,
         "ratio/last_dev": last_dev,
+        "ratio/relative_update": relative_update,  # of the weights, in the sampler's precision
         "ratio/advantage_std": experience.advantage_std,
         "ratio/early_stop_kl": early_stop and early_stop["approx_kl"],  # at which the epochs ended
+        "ratio/diagnosis": cause,
     }
-    noise = 2 * max(first_dev, 1e-7)  # of rounding
-    moved = math.isnan(last_dev) or last_dev > noise
-    cause = None
-    if state.iteration < args.critic_warmup_iterations:
-        cause = "critic_warmup"
-    elif not experience.mask.any():
-        cause = "empty_mask"
-    elif first_dev > (0.05 if args.dtype == "bfloat16" else 1e-4):
-        cause = "forward_mismatch"
-        # The sampler's log-probs may differ by rounding, in bfloat16 by more than this.
-        if args.recompute_old_logprobs and state.actor_steps == len(steps):
-            raise UserError(
-                f"the first ratio of the run is not 1: |ratio - 1| is {first_dev:.2g} on average: "
-                f"{ADVICE[cause]}"
-            )
-    elif early_stop and not moved:
-        cause = "kl_early_stop"
-    elif not steps:
-        cause = "no_step"
-    elif all(step["skipped"] for step in steps):
-        cause = "steps_skipped"
-    elif not moved:
-        cause, updates = diagnose_updates(actor, sampler, experience, steps, noise, args)
-        metrics |= updates
-    return metrics | {"ratio/diagnosis": cause}
+
+
+def mean_ratio_dev(logprobs: Tensor, experience: Experience) -> float:
+    """Mean |ratio - 1| of log-probs [N, T] to the old ones."""
+    ratio_dev = (logprobs - experience.old_logprobs).expm1().abs()
+    return float(masked_mean(ratio_dev, experience.mask))
+
+
+def scoring_error(actor, experience, state, args) -> float:
+    """Mean |ratio - 1| of the first minibatch between two scorings by the same actor.
+
+    They differ in their microbatches, as old and new log-probs do in an update: this is what
+    rounding does to the first ratio. If the actor scores the same microbatches differently it is
+    random, as with dropout. The result is then 0, since that is not rounding.
+    """
+    rows = minibatch_rows(experience, 0, state, args)[0]
+    first = experience.select(rows)
+    first.old_logprobs = logprobs_of_all(actor, first, args)
+    again = logprobs_of_all(actor, first, args)
+    if not torch.allclose(again, first.old_logprobs, equal_nan=True):
+        return 0.0
+    return mean_ratio_dev(logprobs_of_all(actor, experience, args)[rows], first)
 
 
 def some_weights(model: Transformer) -> Tensor:
@@ -1937,39 +2029,12 @@ def some_weights(model: Transformer) -> Tensor:
     return torch.cat([p.detach().flatten()[:: 1 + p.numel() // 2**14] for p in model.parameters()])
 
 
-def diagnose_updates(actor, sampler, experience, steps, noise, args) -> tuple[str | None, dict]:
-    """(cause, signals) of a ratio that does not move, although steps were made.
-
-    How they have changed the actor is measured by its weights, as far as the sampler shows them,
-    and by its log-probs of an eighth of the samples.
-    """
-    before = some_weights(sampler)  # those of the last iteration
+def hand_over(actor: Transformer, sampler: Transformer) -> float:
+    """Give the sampler the actor's weights. Returns their change, relative to their norm."""
+    before = some_weights(sampler)
     copy_weights(actor, sampler)
-    weights = some_weights(sampler)
-    relative_update = float((weights - before).double().norm() / weights.double().norm())
-    rows = experience.mask.any(1).nonzero()[:, 0]
-    some = experience.select(rows[: max(1, len(rows) // 8)])
-    logratio = (logprobs_of_all(actor, some, args) - some.old_logprobs)[some.mask]
-    post_dev = float(logratio.expm1().abs().mean())  # mean |ratio - 1| with the updated actor
-    moved = post_dev > noise
-    bf16 = args.dtype == "bfloat16"  # which hides small updates, also in the sampler
-    if next(actor.parameters()).dtype != torch.float32:
-        cause = "bf16_underflow"
-    elif len(steps) == 1 and moved:
-        cause = "one_update_by_design"
-    elif experience.advantage_std < 1e-6:
-        cause = "advantage_zero"
-    elif all(step["grad_norm"] == 0 for step in steps if not step["skipped"]):
-        cause = "no_grad_to_actor"
-    elif relative_update == 0 and steps[-1]["lr"] > (1e-7 if bf16 else 1e-10):
-        cause = "optimizer_noop"
-    elif relative_update < (1e-4 if bf16 else 1e-6):
-        cause = "lr_or_clip_too_small"
-    elif bf16:
-        cause = None  # a small movement cannot be told from rounding
-    else:
-        cause = "old_logprob_recomputed" if moved else "forward_ignores_update"
-    return cause, {"ratio/post_dev": post_dev, "ratio/relative_update": relative_update}
+    after = some_weights(sampler)
+    return float((after - before).double().norm() / after.double().norm())
 
 
 def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
@@ -2000,7 +2065,7 @@ class UserError(ValueError):
 
 
 class CodeError(UserError):
-    """An error in the code of an environment, whose traceback is printed, too."""
+    """An error in the user's code: an environment, a reward. Its traceback is printed, too."""
 
 
 @contextlib.contextmanager
@@ -2041,11 +2106,15 @@ def complete(args: Args) -> Args:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.compile == "auto":
         args.compile = "on" if args.device == "cuda" else "off"
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if args.device == "cuda" else "float32"
     args.log_dir = os.path.abspath(args.log_dir)  # user code may change the working directory
     check_flags(args)
     connect(args)
+    is_old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)
+    if args.dtype == "auto":
+        args.dtype = "float32" if args.device == "cpu" or is_old_gpu else "bfloat16"
+    if args.dtype == "bfloat16" and is_old_gpu:
+        raise UserError("--dtype bfloat16: this GPU, from before Ampere, has no bfloat16")
+    configure_torch(args)
 
     for flag in ("model", "critic_model", "reward_model"):
         if getattr(args, flag):
@@ -2057,22 +2126,29 @@ def complete(args: Args) -> Args:
     return args
 
 
+EMBEDDED_WIDTH = 64  # hidden_size of the default model
 NOT_ZERO = (
     "temperature", "rollout_slots", "rollout_batch_size", "n_samples_per_prompt",
     "train_batch_size", "max_new_tokens")  # fmt: skip
+AT_MOST_ONE = "gamma", "gae_lambda", "critic_lambda", "lr_end"
 
 
 def check_flags(args):
     """A UserError names flag, value and what is valid."""
     for name, value in vars(args).items():
-        if isinstance(value, int | float) and not 0 <= value < 2**31:
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be from 0 to {2**31 - 1}")
+        highest = 1 if name in AT_MOST_ONE else 2**31 - 1
+        if isinstance(value, int | float) and not 0 <= value <= highest:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be from 0 to {highest}")
         if value == 0 and name in NOT_ZERO:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0")
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if samples % args.train_batch_size:
         flag = f"--train-batch-size {args.train_batch_size}"
         raise UserError(f"{flag}: must divide the {samples} samples of an iteration")
+    if args.dual_clip is not None and args.dual_clip <= 1:
+        raise UserError(f"--dual-clip {args.dual_clip}: must be above 1")
+    if args.kl_loss and args.kl_coef == 0:
+        raise UserError(f"--kl-loss {args.kl_loss}: needs a --kl-coef above 0")
     if args.critic_epochs == 0 and (args.critic_model or args.critic_warmup_iterations):
         raise UserError("--critic-epochs 0: without --critic-model or --critic-warmup-iterations")
     if args.resume == "auto" and not args.run_name:
@@ -2083,31 +2159,28 @@ def check_flags(args):
             raise UserError(f"--run-name: {path} exists: choose another, or --resume auto")
 
 
-def plan_steps(args) -> types.SimpleNamespace:
-    """Minibatches and optimizer steps of an iteration, and those of the whole run."""
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    minibatches = samples // args.train_batch_size
-    update_steps = minibatches * args.ppo_epochs  # of the actor
-    critic_steps = minibatches * args.critic_epochs
-    return types.SimpleNamespace(
-        minibatches=minibatches,
-        update_steps=update_steps,
-        critic_steps=critic_steps,
-        actor_iterations=max(0, args.num_iterations - args.critic_warmup_iterations),
-    )
+class Plan:
+    """Minibatches of an epoch, optimizer steps of an iteration, iterations that train the actor."""
+
+    def __init__(self, args):
+        samples = args.rollout_batch_size * args.n_samples_per_prompt
+        self.minibatches = samples // args.train_batch_size
+        self.actor_steps = self.minibatches * args.ppo_epochs
+        self.critic_steps = self.minibatches * args.critic_epochs
+        self.actor_iterations = max(0, args.num_iterations - args.critic_warmup_iterations)
 
 
-def print_plan(args, plan: types.SimpleNamespace):
+def print_plan(args, plan: Plan):
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     kl = f"KL x {args.kl_coef:g} in the {'loss' if args.kl_loss else 'reward'}"
     print0(f"""\
   ranks      {WORLD_SIZE}, {args.device}, {args.dtype}, compile {args.compile}
   rollout    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples
   critic     {args.critic_epochs} {batches} = {plan.critic_steps} optimizer steps
-  actor      {args.ppo_epochs} {batches} = {plan.update_steps} optimizer steps
+  actor      {args.ppo_epochs} {batches} = {plan.actor_steps} optimizer steps
   warm-up    {args.critic_warmup_iterations} iterations without steps of the actor
   reference  {kl if args.kl_coef else "none"}
-  run        {args.num_iterations} iterations: {plan.update_steps * plan.actor_iterations:,} steps \
+  run        {args.num_iterations} iterations: {plan.actor_steps * plan.actor_iterations:,} steps \
 of the actor, {plan.critic_steps * args.num_iterations:,} of the critic
   settings   max_prompt_tokens {args.max_prompt_tokens}, max_new_tokens {args.max_new_tokens}, \
 actor_lr {args.actor_lr:g}, critic_lr {args.critic_lr:g}""")
@@ -2119,12 +2192,20 @@ def connect(args):
     if use_cuda:
         with attempt("use --device cuda"):
             torch.cuda.set_device(LOCAL_RANK)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for every new shape
-    elif not args.model:
-        torch.set_num_threads(1)  # the default model is too small for more
     if not dist.is_initialized():
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", **alone)
+
+
+def configure_torch(args):
+    """Settings of PyTorch for the whole process."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # It would build a plan for every new shape.
+    if args.device == "cpu" and not args.model:
+        torch.set_num_threads(1)  # The default model is too small for more.
+    if args.compile == "on":
+        torch._dynamo.config.recompile_limit = 64  # Blocks of all models share one piece of code.
+        # Otherwise the backward pass of the norms has other kernels for few tokens than for many.
+        torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -2168,17 +2249,9 @@ def microbatches(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Tenso
 
 
 def shard(model: Transformer, args):
-    """Activation checkpointing, torch.compile, FSDP2, in this order."""
-    model.checkpointing = args.activation_checkpointing
-    if args.compile == "on":
-        torch._dynamo.config.recompile_limit = 64  # blocks of all models share one piece of code
-        # Otherwise the backward pass of the norms has other kernels for few tokens than for many.
-        torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
-        model.compile_head = "on"
-        for block in model.model.layers:
-            block.compile(dynamic=True)
+    """Split the weights over the ranks, by FSDP2, which does mixed precision, too."""
     if WORLD_SIZE == 1 and args.dtype == "float32":
-        return  # FSDP2 does mixed precision, too
+        return
     mesh = dist.DeviceMesh(args.device, list(range(WORLD_SIZE)))
     value_head = [] if model.head == "lm" else [model.score]  # stays in float32
     embedding = [] if model.tied else [model.model.embed_tokens]  # large
@@ -2202,10 +2275,13 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
     each rank allocates its shards alone.
     """
     with torch.device("meta"):
-        model = Transformer(config, head)
+        model = Transformer(config, head, args.activation_checkpointing, args.compile)
     if sampler:
         model.to(getattr(torch, args.dtype))
     else:
+        if args.compile == "on":
+            for block in model.model.layers:
+                block.compile(dynamic=True)
         shard(model, args)
     model.to_empty(device=args.device)
     for p in model.parameters():
@@ -2217,12 +2293,9 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
     return model
 
 
-EMBEDDED_WIDTH = 64
-
-
 def embedded_model(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     """The default actor, a tiny random Llama, and a tokenizer of the environment's characters."""
-    resets = [reset(env, seed) for seed in range(256)]
+    resets = [env_reset(env, seed) for seed in range(256)]
     texts = [f"{info.get('demonstration', '')}" for _, info in resets]
     texts += [message["content"] for messages, _ in resets for message in messages]
     tokenizer = HFTokenizer.from_texts(texts)
@@ -2232,7 +2305,7 @@ def embedded_model(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
         num_hidden_layers=2,
         num_attention_heads=4,
         vocab_size=tokenizer.vocab_size,
-        max_position_embeddings=longest(args),
+        max_position_embeddings=max_sample_length(args),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_id,
         pad_token_id=tokenizer.pad_id,
@@ -2247,7 +2320,7 @@ def embedded_model(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     return tokenizer, actor
 
 
-def longest(args) -> int:
+def max_sample_length(args) -> int:
     """Tokens that a sample may have."""
     return args.max_prompt_tokens + args.max_new_tokens
 
@@ -2255,11 +2328,9 @@ def longest(args) -> int:
 def load_model(folder: str, head: str, args, needs_head=True) -> tuple[HFTokenizer, Transformer]:
     """The tokenizer and the model of a folder, for texts as long as a sample may be."""
     config, tokenizer = load_config(folder), HFTokenizer(folder)
-    positions = config.max_position_embeddings
-    if longest(args) > positions:
-        raise UserError(
-            f"--max-new-tokens: {longest(args)} with the prompt, {folder} takes {positions}"
-        )
+    length, positions = max_sample_length(args), config.max_position_embeddings
+    if length > positions:
+        raise UserError(f"--max-new-tokens: {length} with the prompt, {folder} takes {positions}")
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
             f"{folder}: a vocabulary of {config.vocab_size}, "
@@ -2297,13 +2368,19 @@ def copy_model(model: Transformer, args, sampler=False) -> Transformer:
     return copied
 
 
-def frozen_model(folder: str, head: str, args) -> tuple[Transformer, HFTokenizer]:
+class FrozenModel(NamedTuple):
     """A model that never changes, so that checkpoints do not contain it, and its tokenizer."""
+
+    model: Transformer
+    tokenizer: HFTokenizer
+
+
+def frozen_model(folder: str, head: str, args) -> FrozenModel:
     tokenizer, model = load_model(folder, head, args)
-    return model.requires_grad_(False), tokenizer
+    return FrozenModel(model.requires_grad_(False), tokenizer)
 
 
-def add_scores(episodes: list[Episode], reward_model, args):
+def add_scores(episodes: list[Episode], reward_model: FrozenModel, args):
     """Add the reward model's score of each conversation to the reward of the last token.
 
     It is what the model says at the last token of the text that its own tokenizer and template
@@ -2316,7 +2393,7 @@ def add_scores(episodes: list[Episode], reward_model, args):
         # Classifiers of transformers read the last token that is not padding.
         while ids[-1] == model.config.pad_token_id and len(ids) > 1:
             ids.pop()
-        text = Episode(episode.seed)
+        text = Episode(episode.env_seed)
         text.add(ids)
         texts.append(text)
     experience = Experience.from_episodes(texts)
@@ -2339,8 +2416,8 @@ def make_optimizer(model: Transformer) -> torch.optim.AdamW:
     return optimizer
 
 
-def first_prompt(args) -> int:
-    """The environment's seed of the first training prompt, far from those of evaluations."""
+def first_training_seed(args) -> int:
+    """The environment's seed for the first training prompt, far from those of evaluations."""
     return random.Random(args.seed).randrange(FIRST_TRAINING_SEED, 2**31)
 
 
@@ -2349,10 +2426,10 @@ SFT_BATCH_SIZE = 256  # demonstrations per step
 
 def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
     """Supervised steps on the environment's demonstrations, for the prompts that train first."""
-    first = first_prompt(args)
+    first = first_training_seed(args)
     if args.sft_steps == 0:
         return
-    if "demonstration" not in reset(env, first)[1]:
+    if "demonstration" not in env_reset(env, first)[1]:
         print0("no warm start: the environment gives no demonstrations")
         return
     print0(f"warm start: {args.sft_steps} steps on demonstrations")
@@ -2362,7 +2439,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
         for k in range(SFT_BATCH_SIZE):
             episode = Episode(first + i * SFT_BATCH_SIZE + k)
             info = episode.begin(env, tokenizer, args)
-            with attempt(f"use the demonstration of seed {episode.seed}"):
+            with attempt(f"use the demonstration of seed {episode.env_seed}"):
                 ids = tokenizer.encode(
                     info["demonstration"], tokenizer.render(episode.conversation)
                 )
@@ -2372,15 +2449,15 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
         experience = Experience.from_episodes(episodes)
         n_tokens = int(experience.mask.sum())
         everything = torch.arange(len(episodes))
-        stats = []
+        microbatch_stats = []
         for rows in microbatches(everything, experience.lengths, args.micro_batch_tokens):
             mb = experience.microbatch(rows, args.device)
             loss = -actor.sampled_logprobs(mb, 1.0)[0].sum() / n_tokens
             loss.backward()
-            stats.append({"loss": loss})
+            microbatch_stats.append({"loss": loss})
         lr = linear_schedule(args.actor_lr, 0.0, i / args.sft_steps)
         optimizer_step(actor, optimizer, lr, args)
-    print0(f"  loss {reduce_stats(stats)['loss']:.3f} per token in the last one")
+    print0(f"  loss {sum_over_ranks(microbatch_stats)['loss']:.3f} per token in the last one")
 
 
 # === 11. Run folder, saving, resuming ===
@@ -2408,13 +2485,16 @@ def heed_signals():
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C end the run after the current iteration."""
+    """SIGTERM and Ctrl-C end the run after the current iteration, from `catch` on."""
 
-    def __init__(self, on_exit: contextlib.ExitStack):
+    def __init__(self):
         self.received = 0  # by this rank
         self.number = 0  # by any rank, when `agree` was called
+        self.restore = contextlib.ExitStack()  # At its end the earlier handlers return.
+
+    def catch(self):
         for number in SIGNALS:
-            on_exit.callback(signal.signal, number, signal.signal(number, self.receive))
+            self.restore.callback(signal.signal, number, signal.signal(number, self.receive))
         # A signal that comes while a process is forked waits until the child can heed it.
         os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
@@ -2423,9 +2503,12 @@ class StopSignals:
         )
 
     def receive(self, number: int, frame):
+        # Under torchrun, a rank receives one Ctrl-C as both: SIGINT and, from torchrun, SIGTERM.
+        if number == self.received == signal.SIGINT:
+            raise KeyboardInterrupt
         self.received = number
         with contextlib.suppress(OSError):  # nobody may be reading
-            os.write(2, b"\nstopping after this iteration; Ctrl-\\ stops at once\n")
+            os.write(2, b"\nstopping after this iteration; a second Ctrl-C stops at once\n")
 
     def agree(self):
         received = torch.tensor(self.received)
@@ -2482,7 +2565,7 @@ class Run:
     def log(self, metrics: dict, episodes: list[Episode], experience: Experience):
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
         i = self.state.iteration
-        samples = completions(episodes, experience)
+        samples = logged_samples(episodes, experience)
         with attempt("write the fields of TrainState as JSON"):  # before the first checkpoint
             json.dumps(vars(self.state))
         if RANK == 0:
@@ -2551,9 +2634,9 @@ def is_complete(path: Path) -> bool:
     return False
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def run_checkpoints(run_folder: Path) -> list[Path]:
     """Those of a run, newest first. What has another name belongs to the user."""
-    return sorted(folder.glob("iter_" + 6 * "[0-9]"), reverse=True)
+    return sorted((run_folder / "checkpoints").glob("iter_" + 6 * "[0-9]"), reverse=True)
 
 
 KEEP_CHECKPOINTS = 2
@@ -2578,23 +2661,34 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
             write_json(partial / "state.json", content)
             shutil.rmtree(path, ignore_errors=True)  # an incomplete one
             partial.rename(path)
-            for old in list(filter(is_complete, checkpoints(path.parent)))[KEEP_CHECKPOINTS:]:
+            for old in list(filter(is_complete, run_checkpoints(folder)))[KEEP_CHECKPOINTS:]:
                 shutil.rmtree(old, ignore_errors=True)  # a link stays
     print0(f"saved {path}")
 
 
+def newest_checkpoint(run_folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run; None if nothing is lost when the run begins anew."""
+    paths = run_checkpoints(run_folder)
+    for path in paths:
+        if is_complete(path):
+            return path
+        print0(f"passed over {path}: files are missing or damaged")
+    summary = run_folder / "summary.json"
+    if paths or (summary.exists() and read_json(summary)["status"] != "failed"):
+        raise UserError(f"{run_folder} has no complete checkpoint: choose another --run-name")
+    return None
+
+
 def find_checkpoint(args) -> Path | None:
-    """The checkpoint to resume; None for a new run."""
-    if args.resume == "auto":
-        for path in checkpoints(Path(args.log_dir, args.run_name, "checkpoints")):
-            if is_complete(path):
-                return path
-            print0(f"passed over {path}: files are missing or damaged")
-        return None
-    return Path(args.resume) if args.resume else None
+    """The checkpoint to resume; None for a new run. Rank 0 chooses it for all ranks."""
+    if args.resume != "auto":
+        return Path(args.resume) if args.resume else None
+    chosen = [newest_checkpoint(Path(args.log_dir, args.run_name)) if RANK == 0 else None]
+    dist.broadcast_object_list(chosen)
+    return chosen[0]
 
 
-def resume(path: Path, checkpointed: dict, args) -> TrainState:
+def load_checkpoint(path: Path, checkpointed: dict, args) -> TrainState:
     """Load a checkpoint into models and optimizers."""
     with attempt(f"resume from {path}"):
         if not is_complete(path):
@@ -2615,7 +2709,6 @@ def main():
     sys.path.append(os.getcwd())  # find modules of the user in the working directory, too
     args = tyro.cli(
         Args,
-        description=f"{Args.__doc__} DEFAULTS without and with --model: {DEFAULTS}",
         console_outputs=RANK == 0,
     )
     try:

@@ -158,7 +158,7 @@ def forced(ppo, lengths: list[int], after=lambda: None):
     def forced_begin(decoder, rows, episodes, args):
         begin(decoder, rows, episodes, args)
         decoder.stop_ids.fill_(decoder.sampler.config.vocab_size)  # never sampled
-        decoder.limit[list(rows)] = torch.tensor([e.prompt_length + limits[e.key] for e in episodes]).to(decoder.limit)
+        decoder.limit[list(rows)] = torch.tensor([e.prompt_length + limits[e.noise_key] for e in episodes]).to(decoder.limit)
 
     def forced_rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args):
         keys = ppo.sample_keys(args.seed, iteration, sample_ids).tolist()
@@ -169,11 +169,11 @@ def forced(ppo, lengths: list[int], after=lambda: None):
 
     def watched_step(decoder, attend):
         nonlocal made
-        if made % decoder.steps == 0:
+        if made % decoder.steps_per_wait == 0:
             blocks.append((time.perf_counter(), decoder.alive.sum()))
         step(decoder, attend)
         made += 1
-        if made % decoder.steps == 0:
+        if made % decoder.steps_per_wait == 0:
             start, rows = blocks[-1]
             blocks[-1] = start, time.perf_counter(), rows
             after()

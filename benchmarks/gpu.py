@@ -80,7 +80,7 @@ class Bench:
             first = []
             with common.forced(ppo, lengths, after) as blocks:
                 total = seconds(run)
-            runs.append((total, (time.perf_counter() - first[0]) / (decoder.steps * (len(blocks) - 1))))
+            runs.append((total, (time.perf_counter() - first[0]) / (decoder.steps_per_wait * (len(blocks) - 1))))
         return dict(zip(("seconds", "step"), map(statistics.median, zip(*runs[1:], strict=True)), strict=True))
 
     def generate(self, rows: int, cache: str | None) -> float:

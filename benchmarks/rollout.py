@@ -116,7 +116,7 @@ class Bench:
             made = common.make_decoder(ppo, self.actors[name], self.tokenizer, slots, self.args)
             self.decoders[name, slots] = made
         decoder, count = self.decoders[name, slots]
-        K = decoder.steps
+        K = decoder.steps_per_wait
         simulated = static_steps if name == "waves" else continuous_steps
         predicted = K * simulated([-(-n // K) for n in lengths], slots)
 

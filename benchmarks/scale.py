@@ -183,10 +183,10 @@ class Device(TorchDispatchMode):
         x.untyped_storage().resize_(size)
         self.hold(x)
 
-    def decode(self, decoder, episodes, cached, args):
+    def generate_turn(self, decoder, episodes, cached, args):
         """Prefills, makes decode steps at the start, in the middle and at the end of a wave, and makes up responses."""
         self.phase = "prefill"
-        original.decode(decoder, episodes, cached, dataclasses.replace(args, max_new_tokens=0))
+        original.generate_turn(decoder, episodes, cached, dataclasses.replace(args, max_new_tokens=0))
         self.phase, self.times = "decode", args.max_new_tokens / 3  # the three are counted for all
         for new in (1, args.max_new_tokens // 2, args.max_new_tokens):
             decoder.step(min(original.round_up(args.max_prompt_tokens + new, 128), decoder.cache.size))
@@ -246,7 +246,7 @@ def main() -> None:
             build_sampler if sampler else original.build_model)(config, head, args),
         evaluate=lambda *args: {"accuracy": 0.0, "greedy_accuracy": 0.0, "reward": 0.0},
         diagnose_ratio=lambda *args: {"ratio/diagnosis": None},  # the numbers are made up
-        save_hf_checkpoint=lambda *args: None, decode=device.decode, Clock=lambda: Clock(device))  # fmt: skip
+        save_hf_checkpoint=lambda *args: None, generate_turn=device.generate_turn, Clock=lambda: Clock(device))  # fmt: skip
     _fsdp_param.free_storage = lambda x: device.resize(x, 0)
     _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = lambda x: device.resize(x, x.nbytes)
     torch.distributed.broadcast_object_list = lambda values, **kwargs: None  # all hold what this one does

@@ -58,7 +58,7 @@ def run(ppo, folder, name, flags, fault=None):
     def episodes_seen(decoder, *args):
         models_seen(sampler=decoder and decoder.sampler)
         episodes = play(decoder, *args)
-        seen["episodes"] += [[e.seed, e.ids, e.mask, e.stop] for e in episodes]
+        seen["episodes"] += [[e.env_seed, e.ids, e.mask, e.stop] for e in episodes]
         return episodes
 
     def reduction_seen(*args, **kwargs):

@@ -83,6 +83,11 @@ class Raises(TextEnv):
         raise RuntimeError("the judge is out of order")
 
 
+class Unmade(TextEnv):
+    def __init__(self):
+        raise KeyError("nope")
+
+
 class Exits(TextEnv):
     turn = lambda self, response: sys.exit(3)
 
@@ -129,7 +134,7 @@ class WrongSignature(TextEnv):
     step = lambda self, response, extra: self.turn(response)
 
 
-for cls in TwoTurns, Endless, Dense, Lengths, Raises, Exits, FourValues, WrongSignature, Serves, Meddles:
+for cls in TwoTurns, Endless, Dense, Lengths, Raises, Unmade, Exits, FourValues, WrongSignature, Serves, Meddles:
     gym.register(f"{cls.__name__}-v0", entry_point=cls)
 gym.register("Plain-v0", entry_point=TextEnv)
 gym.register("Constant-v0", entry_point=Reward)

@@ -41,13 +41,17 @@ def test_numbers_that_are_negative_too_large_or_none(ppo, tmp_path):
     numbers = [field.name for field in dataclasses.fields(ppo.Args) if re.match("int|float", field.type)]
     assert len(numbers) > 30
     others = [("seed", 2**31), ("critic_lr", math.inf), ("gamma", math.nan)]
-    for name, value in [*((name, -1) for name in numbers), *others]:
-        refuse(ppo, tmp_path, f"--{name.replace('_', '-')} {value}: must be from 0 to 2147483647", **{name: value})
+    above_one = [(name, 1.5) for name in ppo.AT_MOST_ONE]
+    for name, value in [*((name, -1) for name in numbers), *others, *above_one]:
+        highest = 1 if name in ppo.AT_MOST_ONE else 2147483647
+        refuse(ppo, tmp_path, f"--{name.replace('_', '-')} {value}: must be from 0 to {highest}", **{name: value})
 
 
 @pytest.mark.parametrize(("flags", "parts"), [
     (dict(train_batch_size=0), ["--train-batch-size 0: must be above 0"]),
     (dict(temperature=0.0), ["--temperature 0.0: must be above 0"]),
+    (dict(dual_clip=1.0), ["--dual-clip 1.0: must be above 1"]),
+    (dict(kl_loss="k3", kl_coef=0.0), ["--kl-loss k3", "--kl-coef"]),
     (dict(resume="auto", run_name=None), ["--resume auto", "--run-name"]),
     (dict(resume="runs/missing"), ["resume from runs/missing"]),
     (dict(critic_epochs=0, critic_warmup_iterations=1), ["--critic-epochs", "--critic-warmup-iterations"]),
@@ -61,7 +65,9 @@ def test_flags_that_contradict_each_other_or_the_disk(ppo, tmp_path, flags, part
 
 def test_main_prints_one_line_and_of_the_users_code_the_traceback(ppo, tmp_path, capsys):
     patched, raises = mock.patch.object, dict(env_id="environments:Raises-v0")
-    for flags, part, has_traceback in (dict(gamma=-1), "--gamma -1.0", False), (raises, "out of order", True):
+    unmade = dict(env_id="environments:Unmade-v0", run_name="unmade")
+    for flags, part, has_traceback in (
+            (dict(gamma=-1), "--gamma -1.0", False), (raises, "out of order", True), (unmade, "nope", True)):
         argv = [ppo.__file__, *flags_of(log_dir=tmp_path, **flags)]
         with patched(sys, "argv", argv), patched(ppo, "SummaryWriter"), pytest.raises(SystemExit) as end:
             main(ppo)
@@ -73,7 +79,9 @@ def test_main_prints_one_line_and_of_the_users_code_the_traceback(ppo, tmp_path,
 def test_help_shows_the_defaults_that_depend_on_the_model(ppo, capsys):
     with mock.patch.object(sys, "argv", [ppo.__file__, "--help"]), pytest.raises(SystemExit):
         main(ppo)
-    assert str(ppo.DEFAULTS) in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    for without, with_model in ppo.DEFAULTS.values():
+        assert f"default: {without:g}, with --model {with_model:g}".replace("e-0", "e-").replace("0.0005", "5e-4") in text
 
 
 def test_ctrl_c_is_no_error_of_the_user(ppo):

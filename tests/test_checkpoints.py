@@ -1,6 +1,5 @@
 """Checkpoints: a run that was stopped and resumed is the run that was not, whatever is left of it on the disk."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -114,20 +113,20 @@ def test_a_run_resumed_with_other_sizes_goes_on_with_its_prompts_and_schedules(p
     assert seeds == list(range(first, first + 2 * 8 + (N - 2) * flags["rollout_batch_size"]))
     rate = lambda progress: pytest.approx(1e-3 * (1 - 0.8 * progress))
     for i, row in list(enumerate(lines(tmp_path / "run")))[2:]:
-        steps, plan = row["ratio/steps"], ppo.plan_steps(ppo.complete(ppo.Args(**flags)))
-        rates = [rate((i - warmup + step / plan.update_steps) / (N - warmup)) for step in range(plan.update_steps)]
+        steps, plan = row["ratio/steps"], ppo.Plan(ppo.complete(ppo.Args(**flags)))
+        rates = [rate((i - warmup + step / plan.actor_steps) / (N - warmup)) for step in range(plan.actor_steps)]
         assert [step["lr"] for step in steps] == rates
         assert row["critic/lr"] == rate((i + (plan.critic_steps - 1) / plan.critic_steps / 2) / N)  # the mean
 
 
 def test_a_rollout_without_a_reward_leaves_weights_and_moments_alone(ppo, tmp_path):
-    plays, play, step = [], ppo.play, ppo.step
+    plays, play, step = [], ppo.play, ppo.env_step
 
     def step_without_reward(env, response):
         messages, reward, *rest = step(env, response)
         return messages, reward if len(plays) == 1 else None, *rest
 
-    with mock.patch.multiple(ppo, step=step_without_reward, play=lambda *rest: plays.append(0) or play(*rest)):
+    with mock.patch.multiple(ppo, env_step=step_without_reward, play=lambda *rest: plays.append(0) or play(*rest)):
         run = train(ppo, tmp_path, eval_episodes=0)
     assert iterations(run) == [2, 3] and [row["objective/unscored"] for row in lines(run)] == [0, 1, 1]
     assert [len(row["ratio/steps"]) for row in lines(run)] == [4, 0, 0]
@@ -163,7 +162,7 @@ def test_kill_9(ppo, tmp_path, function, number, saved):
 
 def test_moments_are_resumed(ppo, whole, tmp_path):
     """All of them, as they are in the checkpoint."""
-    path, resume = whole / "checkpoints" / "iter_000002", ppo.resume
+    path, resume = whole / "checkpoints" / "iter_000002", ppo.load_checkpoint
     saved, expected = tensors_of(path), tensors_of(whole / "model")
 
     def resume_and_look(path, checkpointed, args):
@@ -177,7 +176,7 @@ def test_moments_are_resumed(ppo, whole, tmp_path):
         return state
 
     no_warm_start = mock.patch.object(ppo, "warm_start", side_effect=AssertionError)  # a second one
-    with no_warm_start, mock.patch.object(ppo, "resume", resume_and_look):
+    with no_warm_start, mock.patch.object(ppo, "load_checkpoint", resume_and_look):
         resumed = tensors_of(train(ppo, tmp_path, resume=str(path)) / "model")
     assert all(torch.equal(x, expected[name]) for name, x in resumed.items())
 
@@ -230,7 +229,7 @@ def test_a_damaged_checkpoint_is_one_line_and_auto_takes_the_one_before(ppo, cop
     DAMAGE[damage](newest_one)
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
     with pytest.raises(ppo.UserError, match=r"cannot resume from \S*iter_000003: \w+: ") as error:
-        ppo.resume(newest_one, {}, ppo.Args())
+        ppo.load_checkpoint(newest_one, {}, ppo.Args())
     assert "\n" not in str(error.value)
     args = ppo.Args(log_dir=str(tmp_path), run_name="run", resume="auto")
     assert ppo.find_checkpoint(args).name == "iter_000002"
@@ -262,20 +261,42 @@ def test_folders_of_other_names_are_the_users(ppo, copied, tmp_path):
 
 def test_the_handler_of_signals_does_no_operation_of_torch(ppo):
     """It may interrupt any, also where tensors have no data."""
-    stop = ppo.StopSignals(contextlib.ExitStack())
-    with FakeTensorMode():
+    stop = ppo.StopSignals()
+    with stop.restore, FakeTensorMode():
+        stop.catch()
         signal.raise_signal(signal.SIGTERM)
     stop.agree()
     assert stop.number == signal.SIGTERM and isinstance(stop.received, int)
 
 
 def test_a_signal_that_comes_while_the_ranks_agree_counts_the_next_time(ppo):
-    stop = ppo.StopSignals(contextlib.ExitStack())
-    with on_call(ppo.dist, "all_reduce", 1, lambda *_: signal.raise_signal(signal.SIGTERM)):
+    stop = ppo.StopSignals()
+    with stop.restore, on_call(ppo.dist, "all_reduce", 1, lambda *_: signal.raise_signal(signal.SIGTERM)):
+        stop.catch()
         stop.agree()
     assert (stop.number, stop.received) == (0, signal.SIGTERM)
     stop.agree()
     assert stop.number == signal.SIGTERM
+
+
+def test_a_second_ctrl_c_stops_at_once(ppo):
+    """But not SIGTERM after one, which torchrun sends."""
+    stop = ppo.StopSignals()
+    with stop.restore:
+        stop.catch()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_anew(ppo, tmp_path):
+    train(ppo, tmp_path, save_every=0)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(ppo.UserError, match="has no complete checkpoint: choose another --run-name"):
+        train(ppo, tmp_path, save_every=0, resume="auto")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

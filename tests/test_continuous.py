@@ -1,6 +1,5 @@
 """Continuous batching: the episodes of the waves, in nearly as few decode steps as list scheduling takes."""
 
-import contextlib
 import heapq
 import math
 import random
@@ -114,9 +113,10 @@ def test_an_environment_that_hangs_is_one_line(ppo, tokenizer, monkeypatch, meth
 
 def test_spare_environments_are_made_like_the_others(ppo):
     args = ppo.Args(env_kwargs='{"digits": 3}', rollout_batch_size=4, max_prompt_tokens=4, max_new_tokens=6)
-    tokenizer, envs = ppo.HFTokenizer.from_texts(["0123456789="]), ppo.make_envs(args, contextlib.ExitStack())
+    tokenizer = ppo.HFTokenizer.from_texts(["0123456789="])
     decoder = ppo.Decoder(random_model(ppo, tokenizer), ppo.decoder_rows(args), tokenizer.stop_ids, args)
-    episodes = ppo.play(decoder, tokenizer, envs, range(9), 0, args)
+    with ppo.make_envs(args) as envs:
+        episodes = ppo.play(decoder, tokenizer, envs, range(9), 0, args)
     assert [episode.prompt_length for episode in episodes] == [4] * 9
     assert len(envs) == (5 if ppo is continuous else 4)
     assert {(env.unwrapped.digits, env.spec.disable_env_checker) for env in envs} == {(3, True)}

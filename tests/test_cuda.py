@@ -26,7 +26,7 @@ ALONE = [
                micro_batch_tokens=2000), RUN | dict(run_name="half", resume="auto", micro_batch_tokens=20),
     FLOAT, FLOAT | dict(run_name="compiled", compile="on")]  # fmt: skip
 WITHOUT_WAITS = tuple(
-    "decode_step Decoder.step gumbel_noise hash32 Transformer. Attention. KVCache. apply_rope chunk_ token_ Packing. "
+    "sample_token Decoder.step gumbel_noise hash32 Transformer. Attention. KVCache. apply_rope chunk_ token_ Packing. "
     "Experience.microbatch upload sampled_ policy_loss value_loss kl_estimate".split())
 pytestmark = pytest.mark.slow
 simulated = pytest.mark.skipif(
@@ -67,10 +67,10 @@ def test_one_process(ppo, tmp_path):
     for waits, calls in simulate(ppo, tmp_path, runs):
         assert not {place: n for place, n in waits.items() if place.startswith(WITHOUT_WAITS)}
         assert waits["forward_all"] == calls["forward_all"] > 0
-        assert waits["optimizer_step"] == calls["optimizer_step"] == waits["reduce_stats"] > 0
+        assert waits["optimizer_step"] == calls["optimizer_step"] == waits["sum_over_ranks"] > 0
         if ppo.__name__ == "ppo_llm":  # one before a block, and what a turn of at most two blocks has sampled
             turns, blocks = waits["Decoder.begin"] / 3, calls["Decoder.step"] / 8
-            assert waits["decode"] <= blocks + 4 * turns
+            assert waits["generate_turn"] <= blocks + 4 * turns
     assert len(lines(tmp_path / "half")) == max(run["num_iterations"] for run in runs)
     assert_as_on_the_cpu(ppo, tmp_path, "float", runs[-1]["run_name"])  # the last is compiled
 
@@ -105,7 +105,7 @@ def test_compiled_code_has_no_graph_breaks_and_few_graphs(ppo, tmp_path):
     with mock.patch.object(ppo, "maybe_compiled", functools.cache(compiled)), \
          mock.patch.object(torch.nn.Module, "compile", block_compile):  # fmt: skip
         ppo.train(ppo.Args(**flags))
-    assert not counters["graph_break"] and graphs["decode_step"] == 1
+    assert not counters["graph_break"] and graphs["sample_token"] == 1
     assert 0 < graphs["chunk_logprobs"] <= 3 and 0 < graphs["chunk_gradients"] <= 3, graphs  # 0, 1 or more rows
     assert 0 < graphs["block"] <= 4
 

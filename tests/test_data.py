@@ -1,7 +1,6 @@
 """People's data, rewards and environments: what README and benchmarks/environments.md say, and their code, as it is."""
 
 import asyncio
-import contextlib
 import http.server
 import importlib
 import json
@@ -194,9 +193,9 @@ def test_samples_without_a_reward_do_not_train_and_are_counted_and_metrics_are_l
                   recompute_old_logprobs=False)  # fmt: skip
     for row, episodes, call in zip(seen.rows, seen.episodes, seen.calls["make_experience"], strict=True):
         thirds = torch.tensor([e.stop == "unscored" for e in episodes])
-        assert thirds.tolist() == [e.seed % 3 == 0 for e in episodes] and 0 < thirds.sum() < 8
+        assert thirds.tolist() == [e.env_seed % 3 == 0 for e in episodes] and 0 < thirds.sum() < 8
         e = call["result"] if "result" in call else ppo.Experience.from_episodes(episodes)
-        assert not e.mask[thirds].any() and e.mask[~thirds].any(1).all() and (e.logprobs[thirds] == 0).all()
+        assert not e.mask[thirds].any() and e.mask[~thirds].any(1).all() and (e.sampler_logprobs[thirds] == 0).all()
         assert not any(x.success for x in episodes if x.stop == "unscored")
         assert row["objective/unscored"] == thirds.float().mean()
         turns = [e.metrics["turns"] for e in episodes if e.stop != "unscored"]
@@ -215,8 +214,9 @@ def test_without_evaluations(ppo, tmp_path):
 def test_max_episode_steps_of_gymnasium_limits_the_turns(ppo, tokenizer):
     args = ppo.Args(env_id="environments:Endless-v0", env_kwargs='{"max_episode_steps": 2}', rollout_batch_size=4)
     actor = scripted_model(ppo, tokenizer, {"=": "b", "c": "b"})
-    for episode in run(ppo, actor, tokenizer, ppo.make_envs(args, contextlib.ExitStack()), rollout_slots=4):
-        assert (text(episode), episode.stop) == ("bcb", "truncated")
+    with ppo.make_envs(args) as envs:
+        for episode in run(ppo, actor, tokenizer, envs, rollout_slots=4):
+            assert (text(episode), episode.stop) == ("bcb", "truncated")
 
 
 def test_whole_prompts_are_in_completions(ppo, tmp_path, tokenizer):
@@ -313,13 +313,13 @@ def test_environments_of_others(ppo, title, package, kwargs, answers):
     module = example(title)
     [env_class] = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, environments.gym.Env)]
     envs = [env_class(**kwargs) for _ in range(16)]
-    prompts = lambda: [messages for messages, _ in threads.starmap(ppo.reset, [(env, i % 8) for i, env in enumerate(envs)])]  # noqa: E501
+    prompts = lambda: [messages for messages, _ in threads.starmap(ppo.env_reset, [(env, i % 8) for i, env in enumerate(envs)])]  # noqa: E501
     with ThreadPool(16) as threads:
         first = prompts()
         assert first == prompts() and first[:8] == first[8:]
     for answer in answers:
-        messages, reward, end, info = ppo.step(envs[0], answer)
-        ppo.number(reward, "reward")
+        messages, reward, end, info = ppo.env_step(envs[0], answer)
+        ppo.to_float(reward, "reward")
         if end:
             break
         assert messages[0]["content"].strip()

@@ -25,7 +25,7 @@ def test_sections_are_the_same_but_for_the_header_and_the_rollout():
         "header", "imports", "Part I", *"12345", "Part II", *"6789", "10", "11"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["Episode", "decode_step", "play"])
+@pytest.mark.parametrize("name", ["Episode", "sample_token", "play"])
 def test_what_is_the_same_in_the_rollout_of_both(name):
     """So tests of it may run on the first alone."""
     nodes = [next(node for node in ast.parse(text).body if getattr(node, "name", "") == name) for text in TEXTS]

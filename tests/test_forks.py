@@ -134,7 +134,7 @@ def test_tokens_outside_of_a_bound_do_not_train_others_are_not_clipped(patch, bo
     monkeypatch.setattr(torch, "randperm", lambda n, generator: torch.arange(n))
     ppo, _, _ = run(patch, tmp_path, ppo_epochs=2, actor_lr=1e-2, **bound)
     e = experiences(ppo)[0]
-    assert torch.equal(e.old_logprobs, e.logprobs)  # the sampler's
+    assert torch.equal(e.old_logprobs, e.sampler_logprobs)  # the sampler's
     e = e.select(torch.tensor(sorted(range(16), key=e.lengths.tolist().__getitem__, reverse=True)))
     (new, old, advantages, mask), (loss, _) = ppo.calls["policy_loss"][1]
     stopped = outside(new, old, e.advantages) & mask
@@ -177,7 +177,7 @@ def test_group_normalised(patch, tmp_path):
 
 def test_group_normalised_learns_nothing_from_equal_rewards(tmp_path):
     """The mean of eight times 0.6 differs from 0.6 by rounding, that of eight ones does not differ from 1."""
-    kwargs = json.dumps(dict(reward=0.6, first=ppo_llm.first_prompt(ppo_llm.Args()) + 4))  # the first four get 1
+    kwargs = json.dumps(dict(reward=0.6, first=ppo_llm.first_training_seed(ppo_llm.Args()) + 4))  # the first four get 1
     flags = dict(env_id="environments:Constant-v0", env_kwargs=kwargs, kl_coef=0.0)
     ppo, _, _ = run("group_normalised", tmp_path, n_samples_per_prompt=8, **flags)
     assert not any(e.advantages.any() for e in experiences(ppo))
@@ -203,7 +203,7 @@ def test_replay_trains_the_previous_rollout_with_its_own_old_logprobs(tmp_path):
         assert torch.equal(nonzero(old_logprobs), nonzero(e.old_logprobs))
         assert torch.equal(nonzero(advantages), nonzero(e.advantages))
     assert rows[1]["ratio/steps"][0]["ratio_dev"] < 1e-5 < rows[1]["ratio/steps"][1]["ratio_dev"]
-    assert ppo.plan_steps(ppo.Args(**FLAGS | dict(critic_epochs=1, ppo_epochs=1))).update_steps == 2
+    assert ppo.Plan(ppo.Args(**FLAGS | dict(critic_epochs=1, ppo_epochs=1))).actor_steps == 2
 
 
 @pytest.mark.parametrize(("flags", "weigh"), [
@@ -216,7 +216,7 @@ def test_sampler_correction(flags, weigh, tmp_path):
 
     def make_logprobs_wrong(ppo):
         from_episodes = ppo.Experience.from_episodes
-        changed = lambda e: dataclasses.replace(e, logprobs=e.logprobs + signs * e.mask)
+        changed = lambda e: dataclasses.replace(e, sampler_logprobs=e.sampler_logprobs + signs * e.mask)
         ppo.Experience.from_episodes = lambda episodes: changed(from_episodes(episodes))
 
     ppo, rows, _ = run("sampler_correction", tmp_path, make_logprobs_wrong, ppo_epochs=1, **flags)

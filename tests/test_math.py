@@ -184,7 +184,9 @@ def tiny_experience(ppo):
     mask = (torch.rand(5, 12) < 0.7) & real
     mask[:, 0], mask[:, 1] = False, True
     x = torch.randn(5, 12) * mask
-    return ppo.Experience(torch.randint(19, (5, 12)) * real, mask, x, x.abs(), lengths, old_logprobs=x + 0.1 * mask)
+    return ppo.Experience(
+        tokens=torch.randint(19, (5, 12)) * real, mask=mask, sampler_logprobs=x, rewards=x.abs(), lengths=lengths,
+        old_logprobs=x + 0.1 * mask)
 
 
 @torch.no_grad()

@@ -144,7 +144,7 @@ def random_model(ppo, head="lm", kind="llama", **changes):
 def test_forward_with_cache_equals_the_full_forward(ppo, kind, heads):
     """Ragged prefill, decoding, ragged extension, decoding; over an earlier text, beside NaN that must not be read."""
     model, size, B = random_model(ppo, kind=kind, num_key_value_heads=heads), 40, 3
-    tokens, cache = torch.randint(110, (B, size)), ppo.KVCache(model.config, B, size)
+    tokens, cache = torch.randint(110, (B, size)), ppo.KVCache(model.config, B, size + 1)
     full, everywhere = model(tokens), torch.arange(size).expand(B, size)
     model.prefill(torch.randint(110, (B, size)), everywhere, cache, cache.size)  # an earlier text
     done = torch.zeros(B, dtype=torch.int64)
@@ -154,8 +154,8 @@ def test_forward_with_cache_equals_the_full_forward(ppo, kind, heads):
         real, attend = positions < (done + counts)[:, None], ppo.round_up(int((done + counts).max()), 16)
         for keys, values in cache.layers:
             keys[:, :, attend:size] = values[:, :, attend:size] = math.nan
-        new, at = torch.where(real, tokens.gather(1, positions), 0), torch.where(real, positions, cache.scratch)
-        logits = model.decode(new, at, cache, attend)
+        new, at = torch.where(real, tokens.gather(1, positions), 0), torch.where(real, positions, size)
+        logits = model.lm_head(model.prefill(new, at, cache, attend))
         for b, n in enumerate(counts.tolist()):
             torch.testing.assert_close(logits[b, :n], full[b, done[b] : done[b] + n], rtol=1e-5, atol=1e-5)
         done += counts

@@ -68,7 +68,7 @@ def sample_late(monkeypatch):
 
     def weighed(*args):
         e = make_experience(*args)
-        weights = (e.old_logprobs - e.logprobs).exp()
+        weights = (e.old_logprobs - e.sampler_logprobs).exp()
         assert len(handed) != 2 or weights.max() > 2  # the weights matter, and so does their limit
         return dataclasses.replace(e, advantages=e.advantages * weights.clamp(max=2))
 

@@ -61,7 +61,7 @@ def run(ppo, actor, tokenizer, env="TextEnv", samples=6, ids=None, iteration=0, 
     per_row = getattr(ppo, "ENVS_PER_ROW", 1)  # only the second script has more environments than rows
     envs = make_envs(env, math.ceil(per_row * args.rollout_slots)) if isinstance(env, str) else env
     decoder = ppo.Decoder(actor, min(args.rollout_slots, len(envs)), tokenizer.stop_ids, args)
-    decoder.steps = steps  # between two looks at the tokens: 8 on a GPU
+    decoder.steps_per_wait = steps  # between two looks at the tokens: 8 on a GPU
     return ppo.rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args)
 
 
@@ -91,14 +91,14 @@ def test_tokens_and_logprobs_are_those_of_the_training_forward(ppo, tokenizer, e
         changes = dict(temperature=temperature, rollout_slots=7)
         e = ppo.Experience.from_episodes(run(ppo, actor, tokenizer, env, 20, None, iteration, **changes))
         args.temperature = temperature or 1.0
-        torch.testing.assert_close(e.logprobs, ppo.logprobs_of_all(actor, e, args), atol=1e-5, rtol=0)
+        torch.testing.assert_close(e.sampler_logprobs, ppo.logprobs_of_all(actor, e, args), atol=1e-5, rtol=0)
         logits = actor(e.tokens)[:, :-1] / args.temperature  # of tokens[:, 1:]
         for t in range(1, e.tokens.shape[1]):
             noise = ppo.gumbel_noise(ppo.sample_keys(1, iteration, range(20)), torch.tensor(t), logits.shape[2])
             best = (logits[:, t - 1] + bool(temperature) * noise).argmax(-1)
             assert torch.equal(best[e.mask[:, t]], e.tokens[:, t][e.mask[:, t]])
         args.temperature *= 0.8  # in one place only
-        assert (e.logprobs - ppo.logprobs_of_all(actor, e, args)).abs().max() > 0.1
+        assert (e.sampler_logprobs - ppo.logprobs_of_all(actor, e, args)).abs().max() > 0.1
         for p in actor.parameters():  # as after an update
             p.add_(torch.randn_like(p), alpha=0.1)
 
@@ -126,7 +126,8 @@ def test_a_turn_adds_to_the_cache_what_is_missing(ppo, tokenizer, monkeypatch):
         return prefill(tokens, positions, *rest)
 
     monkeypatch.setattr(actor, "prefill", watch)
-    monkeypatch.setattr(actor, "decode", lambda *args: actor.lm_head(prefill(*args)))  # is not watched
+    logits = lambda *args: actor.lm_head(prefill(*args))[:, 0]
+    monkeypatch.setattr(actor, "next_logits", logits)  # is not watched
     run(ppo, actor, tokenizer, make_envs("Endless", 9, feedback="fade"), 9, max_new_tokens=30)
     assert len(starts) > 2 and starts[0] == 0 and sorted(set(starts)) == starts
 
@@ -149,7 +150,7 @@ def test_logprobs_beyond_128_positions(ppo, tokenizer, steps):
     tokenizer.stop_ids, actor = [tokenizer.vocab_size], random_model(ppo, tokenizer)
     e = ppo.Experience.from_episodes(run(ppo, actor, tokenizer, samples=2, steps=steps, max_new_tokens=140))
     expected = ppo.logprobs_of_all(actor, e, ppo.Args(device="cpu", compile="off"))
-    torch.testing.assert_close(e.logprobs, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(e.sampler_logprobs, expected, atol=1e-4, rtol=0)
 
 
 @pytest.fixture

@@ -123,16 +123,16 @@ def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, c
     seen = run(**flags)
     names = [name for name, *_ in seen.steps]
     args = ppo.complete(ppo.Args(**(SMALL | flags)))
-    plan = ppo.plan_steps(args)
+    plan = ppo.Plan(args)
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    assert plan.update_steps == samples * args.ppo_epochs / args.train_batch_size
-    assert plan.update_steps * plan.actor_iterations == actor
+    assert plan.actor_steps == samples * args.ppo_epochs / args.train_batch_size
+    assert plan.actor_steps * plan.actor_iterations == actor
     assert plan.critic_steps * args.num_iterations == critic
     assert (names.count("actor"), names.count("critic")) == (actor, critic)
     assert [name for name, _ in itertools.groupby(names)][:2] == ["critic", "actor"]
     assert seen.summary["update_steps"] == sum(len(row["ratio/steps"]) for row in seen.rows) == actor
     [printed] = [text for text in seen.printed if "optimizer steps" in text]
-    assert f" samples = {plan.update_steps} optimizer steps\n  warm-up" in printed
+    assert f" samples = {plan.actor_steps} optimizer steps\n  warm-up" in printed
 
 
 def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_iterations(run):
@@ -161,7 +161,8 @@ def test_a_critic_of_no_epochs_is_none_with_values_of_0(ppo, tmp_path):
 
 def test_every_epoch_visits_every_sample_once_in_a_new_order(ppo):
     lengths, tokens, orders = torch.arange(8) + 1, torch.zeros(8, 8), set()  # lengths tell the samples apart
-    experience = ppo.Experience(tokens.long(), tokens == 0, tokens, tokens, lengths)
+    experience = ppo.Experience(
+        tokens=tokens.long(), mask=tokens == 0, sampler_logprobs=tokens, rewards=tokens, lengths=lengths)
     for iteration, epoch, seed in itertools.product((0, 1), (0, 1), (0, 1)):
         args = ppo.Args(train_batch_size=4, device="cpu", seed=seed)
         parts = [part for _, part in ppo.minibatches(experience, epoch, ppo.TrainState(iteration), args)]
@@ -277,7 +278,7 @@ def test_an_entropy_without_a_coefficient_is_not_in_the_loss(ppo, tmp_path):
 def test_a_fork_may_train_on_no_sample_and_the_log_is_of_all(ppo, tmp_path):
     minibatches, diagnose, nothing = ppo.minibatches, ppo.diagnose_ratio, torch.arange(0)
     patches = dict(minibatches=lambda e, *rest: minibatches(e.select(nothing), *rest),
-                   diagnose_ratio=lambda a, b, e, *rest: diagnose(a, b, e.select(nothing), *rest))  # fmt: skip
+                   diagnose_ratio=lambda a, e, *rest: diagnose(a, e.select(nothing), *rest))  # fmt: skip
     with mock.patch.multiple(ppo, **patches):
         seen = record(ppo, tmp_path)
     assert not seen.steps and torch.equal(*(entry["actor"] for entry in seen.weights))
@@ -302,7 +303,7 @@ def test_prompts_run_on_and_evaluation_is_on_held_out_ones_at_temperature_one(ru
     held_out = lambda prompt: zlib.crc32(prompt[:-1].encode()) % 10 == 0
     first, second = map(prompts, seen.episodes)
     assert first[0::2] == first[1::2] and len(set(first)) == 4
-    assert len({episode.key for episode in seen.episodes[0]}) == 8  # samples of a prompt have other noise
+    assert len({episode.noise_key for episode in seen.episodes[0]}) == 8  # samples of a prompt have other noise
     assert not set(first) & set(second) and not set(first) & set(prompts(other.episodes[0]))
     assert not any(map(held_out, first + second))
     evaluated = prompts(seen.evaluations[0][0])
@@ -331,11 +332,11 @@ def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_referen
     """At temperature 1, with a rate that falls to 0, on the demonstrations of the prompts that train first."""
     trained, flags = [], dict(kl_coef=0.1, sft_steps=2, num_iterations=1, temperature=0.5, actor_lr=1e-3)
     look = lambda _, mb, temperature: trained.extend([*mb.mask.sum(1).tolist(), temperature])
-    reset, seen_by = mock.Mock(wraps=ppo.reset), on_call(ppo.Transformer, "sampled_logprobs", 1, look)
-    with seen_by, mock.patch.object(ppo, "reset", reset):
+    reset, seen_by = mock.Mock(wraps=ppo.env_reset), on_call(ppo.Transformer, "sampled_logprobs", 1, look)
+    with seen_by, mock.patch.object(ppo, "env_reset", reset):
         seen = record(ppo, tmp_path, **flags)
     assert trained == [len("fab") + 1] * 16 + [1.0]  # and their end
-    seeds, prompt = [call.args[1] for call in reset.call_args_list], ppo.first_prompt(ppo.Args())
+    seeds, prompt = [call.args[1] for call in reset.call_args_list], ppo.first_training_seed(ppo.Args())
     assert seeds[256:289] == [prompt, *range(prompt, prompt + 32)]  # after those of the alphabet
     assert [step[1] for step in seen.steps[:2]] == [1e-3, 5e-4]
     first = seen.weights[0]
@@ -424,7 +425,7 @@ def test_the_row_of_an_iteration_is_that_of_its_episodes_experience_and_losses(r
         "critic/value_loss": sum(call["result"].item() for call in seen.calls["value_loss"][8:]) / 8,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    gap = of_tokens((e.logprobs - e.old_logprobs).abs())
+    gap = of_tokens((e.sampler_logprobs - e.old_logprobs).abs())
     assert row["debug/sampler_trainer_logprob_diff"] == pytest.approx(gap, rel=0.05, abs=0)
     assert {x.stop for x in episodes} >= {"length", "truncated"} and row["objective/kl"] != 0
     for sample, x in zip(lines(seen.folder, "completions")[4:], episodes, strict=False):

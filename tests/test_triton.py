@@ -39,11 +39,11 @@ def decode(script, device, dtype="float32", layers=1, size=SIZE, rows=3, prompt=
     args = types.SimpleNamespace(max_prompt_tokens=prompt, max_new_tokens=23, compile="off")
     decoder = ppo.Decoder(random_model(ppo, device, dtype, layers, size), rows, [1, 2], args)
     decoder.tokens[:, 0] = torch.arange(rows, device=device) % 20
-    decoder.keys[:] = ppo.sample_keys(1, 0, range(rows))
+    decoder.noise_keys[:] = ppo.sample_keys(1, 0, range(rows))
     decoder.alive.fill_(True)
     decoder.length.fill_(prompt)
     decoder.limit.fill_(prompt + 23)
-    step = ppo.decode_step if device == "cpu" else ppo.maybe_compiled(ppo.decode_step, "on")
+    step = ppo.sample_token if device == "cpu" else ppo.maybe_compiled(ppo.sample_token, "on")
     for i in range(steps):
         decoder.temperature.fill_(0.7 if i < 3 else 1.0)
         decoder.noise_scale.fill_(i < 3)
@@ -63,7 +63,8 @@ def update(script, device, microbatches, dtype="float32", layers=1, size=SIZE, c
     for lengths in map(torch.tensor, microbatches):
         places = torch.arange(int(lengths.max())).expand(len(lengths), -1)
         mask = (places > 0) & (places < lengths[:, None])
-        everything = ppo.Experience(places * 7 % size[4], mask, mask, mask, lengths)
+        everything = ppo.Experience(
+            tokens=places * 7 % size[4], mask=mask, sampler_logprobs=mask, rewards=mask, lengths=lengths)
         mb = everything.microbatch(torch.arange(len(lengths)), device)
         logprobs, entropies = model.sampled_logprobs(mb, 0.7)
         (logprobs.sum() + 0.1 * entropies.sum()).backward()

@@ -476,7 +476,7 @@ def full_decoder(ppo, sampler, rows: int, compiled: str):
         for x in layer:
             x.normal_(std=0.3)
     decoder.tokens.random_(0, sampler.config.vocab_size)
-    decoder.keys.copy_(ppo.sample_keys(1, 0, range(rows)))
+    decoder.noise_keys.copy_(ppo.sample_keys(1, 0, range(rows)))
     decoder.alive.fill_(True)
     decoder.length.fill_(prompt)
     decoder.limit.fill_(prompt + new)
@@ -500,19 +500,19 @@ def decode():
 
             def block():
                 nonlocal used
-                used += decoder.steps
+                used += decoder.steps_per_wait
                 attend = min(ppo.round_up(used, 128), decoder.cache.size)
-                for _ in range(decoder.steps):
+                for _ in range(decoder.steps_per_wait):
                     decoder.step(attend)
 
             first = seconds(block)
             blocks = int(OPTIONS.get("blocks", 2 if TINY or compiled == "off" else 8))
-            times = [1e3 * seconds(block) / decoder.steps for _ in range(blocks)]
+            times = [1e3 * seconds(block) / decoder.steps_per_wait for _ in range(blocks)]
             took = statistics.median(times)
             report(rows=rows, compile=compiled, context=used, ms_a_step=short(took), ms_least_seen=short(min(times)),
                    floor_ms=short(1e3 * least), of_floor=short(1e3 * least / took), first_s=round(first, 1),
                    graphs=len(decoder.graphs), **host_waits(block), **memory())  # fmt: skip
-            profile(f"{decoder.steps} decode steps, {rows} rows, compile {compiled}", block)
+            profile(f"{decoder.steps_per_wait} decode steps, {rows} rows, compile {compiled}", block)
 
 
 def some_samples(tokens: int):
@@ -528,7 +528,8 @@ def some_samples(tokens: int):
     mask = (place >= prompt) & (place < lengths[:, None])
     torch.manual_seed(0)
     ids, zeros = torch.randint(3, VOCAB, mask.shape), torch.zeros(mask.shape)
-    return ppo.Experience(ids, mask, zeros, zeros, lengths), int(lengths.sum()), int(mask.sum())
+    return ppo.Experience(
+        tokens=ids, mask=mask, sampler_logprobs=zeros, rewards=zeros, lengths=lengths), int(lengths.sum()), int(mask.sum())
 
 
 def step_flops(config, tokens: int, sampled: int) -> tuple[float, float]:
