@@ -1,22 +1,29 @@
 r"""PPO for language models, in one file and in plain PyTorch.
 
-    python ppo_llm.py           # a tiny model learns to sort digits, in two minutes on a CPU
+    # A tiny model learns to sort digits, in two to three minutes on a CPU.
+    python ppo_llm.py
+
+    # Qwen2.5-0.5B learns to solve word problems, on one GPU of 80 GB.
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
-        --eval-env-kwargs '{"path": "test.jsonl"}' --max-new-tokens 512
-    torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...    # models sharded over eight GPUs
+        --eval-env-kwargs '{"path": "test.jsonl"}' --max-prompt-tokens 256 --max-new-tokens 512 \
+        --num-iterations 100 --ppo-epochs 1 --actor-lr 1e-6 --critic-lr 1e-5 --lr-end 1 \
+        --kl-coef 0.001 --value-clip 0.5 --micro-batch-tokens 32768
 
-Part I is PPO (https://arxiv.org/abs/1707.06347), to be read from top to bottom: 1. arguments,
-2. mathematics, 3. training loop, 4. experience, 5. rollout. Part II is what it stands on:
-6. transformer, 7. tokenizer and checkpoints of Hugging Face, 8. text environments, 9. statistics,
-10. ranks and models, 11. run folder and resuming.
+    # The models are sharded over eight GPUs.
+    torchrun --nproc-per-node 8 ppo_llm.py --model DIR ...
 
-Models. The actor is the policy that is trained. Old log-probs are those of the actor before the
-updates of an iteration (by default). The critic predicts the reward that is still to come. It
-starts as a copy of the actor with a scalar head of zeros, or from --critic-model, and is trained on
-the returns of GAE with --critic-lambda. The reference is the actor as it was when PPO began, after
-any warm start. The optional reward model is a frozen classifier. The sampler, an unsharded copy of
-the actor on every rank, generates text. It receives the actor's new weights at the end of each
-iteration.
+Part I is PPO (https://arxiv.org/abs/1707.06347). It is meant to be read from top to bottom:
+1. arguments, 2. mathematics, 3. training loop, 4. experience, 5. rollout. Part II is what PPO
+stands on: 6. transformer, 7. tokenizer and checkpoints of Hugging Face, 8. text environments,
+9. statistics and diagnosis, 10. ranks and models, 11. run folder and resuming.
+
+Models. The actor is the policy that is trained. The old log-probs, the denominator of the ratio,
+are those of the actor before the updates of an iteration (by default). The critic predicts the
+reward that is still to come. It starts as a copy of the actor with a scalar head of zeros, or from
+--critic-model, and is trained on the returns of GAE with --critic-lambda. The reference is the
+actor as it was when PPO began, after any warm start. The optional reward model is a frozen
+classifier. The sampler, an unsharded copy of the actor on every rank, generates text. It receives
+the actor's new weights at the end of each iteration.
 
 Layout. A sample is an episode: a prompt and a response, perhaps followed by more turns. It is one
 row of a tensor [N, T] or [B, T]. Rows start at index 0 and are padded on the right. What belongs to
@@ -29,14 +36,14 @@ a token is stored at the index of that token:
 
 Dimensions: N samples of a rollout, B rows of a microbatch or of the decoder, T tokens, S the most
 tokens that a row may have, V vocabulary, H and Hkv heads, D head size. A minibatch is the data of
-an optimizer step, a microbatch (`mb`) that of a forward and backward pass.
+an optimizer step. A microbatch (`mb`) is the data of a forward and backward pass.
 
 Ranks are the processes that torchrun starts. All of them hold the same experience. Each plays its
 share of the episodes and processes its share of every minibatch. Its loss is the sum over its share
 divided by the number of sampled tokens of the whole minibatch. Gradients are summed over the ranks,
 so they equal those of a single process.
 
-`# FORK:` marks where forks change the algorithm.
+`# FORK:` marks the places where forks change the algorithm.
 """
 
 from __future__ import annotations
@@ -57,8 +64,10 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
+import types
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -92,7 +101,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 # === 1. Arguments ===
 
 
-DEFAULTS = {  # flags whose default depends on --model: (without it, with it)
+DEFAULTS = {  # defaults that depend on --model: (without it, with it)
     "max_prompt_tokens": (16, 512),
     "max_new_tokens": (8, 256),
     "sft_steps": (150, 0),
@@ -104,78 +113,120 @@ DEFAULTS = {  # flags whose default depends on --model: (without it, with it)
 class Args:
     """PPO for language models. `--flag None` sets a flag to None."""
 
-    seed: int = 1  # seed of initial weights, training prompts, sampling and minibatches
-    run_name: str | None = None  # default: <environment>__<script>__<seed>__<time>-<random>
-    log_dir: str = "runs"  # folder of the runs
-    track: bool = False  # also log to Weights & Biases
-    wandb_project: str = "ppo_llm"  # project for --track
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
-    # precision of forward and backward passes; auto: bfloat16 on GPUs from Ampere on
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # use torch.compile, and CUDA graphs for decoding; auto: on if the device is a GPU
-    compile: Literal["auto", "on", "off"] = "auto"
-    activation_checkpointing: bool = False  # recompute activations in the backward pass
+    # --- Run
 
-    # actor: a folder, or ORG/NAME[@REVISION] of the Hugging Face Hub, with a Llama, Qwen2 or Qwen3;
-    # default: a tiny random Llama
+    # seed of the built-in model's weights, the training prompts, the sampling noise and the order
+    # of minibatches
+    seed: int = 1
+    # name of the run's folder; default: <environment>__<script>__<seed>__<time>-<random>
+    run_name: str | None = None
+    log_dir: str = "runs"  # folder in which the run's folder is made
+    track: bool = False  # also log to Weights & Biases
+    wandb_project: str = "ppo_llm"  # project on Weights & Biases, for --track
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one, else the CPU
+    # precision of the forward and backward passes and of the sampler; auto: bfloat16 on a GPU from
+    # the Ampere generation on, float32 on older GPUs and on a CPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # use torch.compile, and CUDA graphs for decoding; auto: on with a GPU, off on a CPU
+    compile: Literal["auto", "on", "off"] = "auto"
+    # recompute activations in the backward pass, which saves memory and costs time
+    activation_checkpointing: bool = False
+
+    # --- Models and data
+
+    # the actor: a folder, or ORG/NAME[@REVISION] on the Hugging Face Hub, with a Llama, Qwen2,
+    # Qwen3 or Mistral model; default: a tiny Llama with random weights
     model: str | None = None
-    critic_model: str | None = None  # what the critic starts from; default: a copy of the actor
-    reward_model: str | None = None  # a sequence classifier whose scores are rewards
+    # folder or Hub name of the model that the critic starts from; default: a copy of the actor with
+    # a head of zeros
+    critic_model: str | None = None
+    # folder or Hub name of a sequence classifier with one label, whose score is added to the
+    # reward; default: no reward model
+    reward_model: str | None = None
     env_id: str = "SortDigits-v0"  # SortDigits-v0, GSM8K-v0, Prompts-v0 or my_module:MyEnv-v0
     env_kwargs: str = "{}"  # arguments of the environment, as JSON
-    eval_env_kwargs: str = "{}"  # overrides of --env-kwargs for evaluations, as JSON
-    chat_template_kwargs: str = "{}"  # arguments of the chat template, as JSON
+    # arguments of the environment that differ in evaluations, such as the path of held-out data,
+    # as JSON
+    eval_env_kwargs: str = "{}"
+    chat_template_kwargs: str = "{}"  # arguments of the actor's chat template, as JSON
 
-    num_iterations: int = 270  # an iteration is a rollout and the updates on it
-    rollout_batch_size: int = 256  # prompts per rollout, on all ranks together
-    n_samples_per_prompt: int = 1  # responses to each prompt
+    # --- Rollout
+
+    num_iterations: int = 270  # number of iterations, each a rollout and the updates on it
+    rollout_batch_size: int = 256  # number of prompts per rollout, on all ranks together
+    n_samples_per_prompt: int = 1  # number of responses per prompt
     rollout_slots: int = 256  # maximum number of samples that a rank decodes at once
-    # longer prompts are an error; default: 16, with --model 512
+    # maximum number of tokens per prompt; a longer prompt is an error; default 16, with --model 512
     max_prompt_tokens: int | None = None
-    # maximum number of tokens after the prompt, over all turns, the environment's text included;
-    # default: 8, with --model 256
+    # maximum number of tokens after the prompt, over all turns, the environment's messages
+    # included; default 8, with --model 256
     max_new_tokens: int | None = None
-    temperature: float = 1.0  # divides the logits in rollouts, and in all log-probs of PPO
-    # recompute the old log-probs with the actor; if not, they are those that the sampler recorded
+    # temperature of the sampling in rollouts; all log-probs of PPO are computed at it
+    temperature: float = 1.0
+    # compute the old log-probs with the actor, before the updates; with
+    # --no-recompute-old-logprobs they are those that the sampler recorded
     recompute_old_logprobs: bool = True
-    # supervised steps on the environment's demonstrations before PPO, with a learning rate that
-    # falls from --actor-lr to 0; default: 150, with --model 0
+    # number of supervised steps on the environment's demonstrations before PPO (the warm start),
+    # with a learning rate that falls from --actor-lr to 0; default 150, with --model 0
     sft_steps: int | None = None
 
-    # samples per optimizer step; must divide rollout_batch_size * n_samples_per_prompt
-    train_batch_size: int = 64
-    # maximum number of tokens in a microbatch, per rank; a longer sample is a microbatch of its
-    # own; on GPUs of 80 GB use 16384 or more
-    micro_batch_tokens: int = 4096
-    ppo_epochs: int = 2  # epochs of the actor on each rollout
-    critic_epochs: int | None = None  # epochs of the critic; default: --ppo-epochs; 0: no critic
-    actor_lr: float | None = None  # default: 5e-4, with --model 1e-5
-    critic_lr: float | None = None  # default: 0.064 / hidden_size of the critic (0.5B: 7e-5)
-    lr_end: float = 0.05  # learning rates decay linearly to this fraction of their initial values
-    # number of iterations at the start that train only the critic; the actor's learning rate starts
-    # to decay after them
-    critic_warmup_iterations: int = 0
-    max_grad_norm: float = 1.0  # maximum norm for gradient clipping
+    # --- Optimisation
 
-    gamma: float = 1.0  # discount factor
-    gae_lambda: float = 1.0  # lambda of generalized advantage estimation
+    # number of samples per optimizer step, on all ranks together; must divide --rollout-batch-size
+    # times --n-samples-per-prompt
+    train_batch_size: int = 64
+    # maximum number of tokens per forward and backward pass on a rank; a longer sample is a pass of
+    # its own. On GPUs of 80 GB set 16384 or more
+    micro_batch_tokens: int = 4096
+    ppo_epochs: int = 2  # number of passes of the actor over each rollout
+    # number of passes of the critic over each rollout; 0: no critic; default: --ppo-epochs
+    critic_epochs: int | None = None
+    # learning rate of the actor at the start; default 5e-4, with --model 1e-5
+    actor_lr: float | None = None
+    # learning rate of the critic at the start; default 0.064 / hidden_size of the critic (built-in
+    # model: 1e-3, 0.5B: 7e-5)
+    critic_lr: float | None = None
+    lr_end: float = 0.05  # both learning rates fall linearly to this fraction of their start
+    # number of iterations at the start in which only the critic is trained; the actor's learning
+    # rate falls over the iterations after them
+    critic_warmup_iterations: int = 0
+    max_grad_norm: float = 1.0  # maximum norm of a gradient; a larger gradient is scaled down
+
+    # --- Algorithm
+
+    gamma: float = 1.0  # discount factor per token
+    gae_lambda: float = 1.0  # lambda of the advantages, in generalized advantage estimation
     critic_lambda: float = 1.0  # lambda of the returns that the critic learns
-    clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low
-    clip_high: float = 0.2  # the ratio is clipped at 1 + clip_high
-    dual_clip: float | None = None  # bounds the loss where A < 0 at dual_clip * |A|; 3 is customary
-    value_clip: float | None = None  # clip range of values around the old ones, in units of reward
-    entropy_coef: float = 0.0  # coefficient of the entropy bonus
-    target_kl: float | None = None  # stop the actor's epochs when KL(old || new) exceeds this
+    clip_low: float = 0.2  # the ratio is clipped to at least 1 - clip_low
+    clip_high: float = 0.2  # the ratio is clipped to at most 1 + clip_high
+    # upper bound of a token's loss where its advantage A is negative, in units of |A|; 3 is
+    # customary; default: no bound
+    dual_clip: float | None = None
+    # distance from the old values to which new values are clipped, in units of reward; default: no
+    # clipping
+    value_clip: float | None = None
+    entropy_coef: float = 0.0  # coefficient of the entropy bonus in the actor's loss
+    # end the actor's updates in an iteration before the step of the first minibatch whose
+    # KL(old || new) per token is larger than this; default: no limit
+    target_kl: float | None = None
     kl_coef: float = 0.01  # coefficient of the KL to the reference; 0: no reference
     # put the KL into the loss, with this estimator; default: subtract k1 from the rewards
     kl_loss: Literal["k2", "k3"] | None = None
-    # subtracted from the reward of samples that a token limit cuts off; they are trained on as well
+    # amount subtracted from the reward of a sample that a token limit ends; the sample is still
+    # trained on
     truncation_penalty: float = 0.0
 
-    eval_episodes: int = 512  # played twice: sampled at temperature 1, and greedily
-    eval_every: int = 0  # iterations between evaluations; 0: only before and after training
-    save_every: int = 50  # iterations between checkpoints; 0: only when a signal stops the run
-    # a checkpoint folder, or "auto": the newest checkpoint of --run-name, if there is one
+    # --- Evaluation and saving
+
+    # number of episodes per evaluation, each played twice, at temperature 1 and greedily; 0: no
+    # evaluations
+    eval_episodes: int = 512
+    # number of iterations between evaluations; 0: only before the first, and after the last
+    eval_every: int = 0
+    # number of iterations between checkpoints; 0: no checkpoints, unless a signal stops the run
+    save_every: int = 50
+    # folder of the checkpoint to resume from; or "auto": the newest checkpoint of --run-name, or a
+    # new run if it has none
     resume: str | None = None
 
 
@@ -231,17 +282,25 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda) -> tuple[Tensor, Tenso
     return advantages, advantages + values
 
 
+def check_denom(denom):
+    """A tensor is probably the number of tokens of a microbatch, not of the whole minibatch."""
+    if isinstance(denom, Tensor):
+        raise TypeError("denom must be the number of tokens of the whole minibatch, an int")
+
+
 def policy_loss(
     logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip, denom
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate of PPO (https://arxiv.org/abs/1707.06347, eq. 7) as a loss.
 
     A token's loss is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) with r = pi / pi_old.
-    With recomputed old log-probs an iteration's first minibatch has ratios of 1, up to rounding.
+    With recomputed old log-probs the ratios of an iteration's first minibatch are exactly 1.
     Loss and statistics are sums over the mask divided by `denom`, the number of sampled tokens in
-    the whole minibatch, so the results of its microbatches add up.
-    dual_clip: https://arxiv.org/abs/1912.09729, eq. 5.
+    the whole minibatch, so the results of its microbatches add up. `denom` is an int, because a
+    sum over the mask of a microbatch would be wrong. dual_clip is that of
+    https://arxiv.org/abs/1912.09729, eq. 5.
     """
+    check_denom(denom)
     advantages = torch.where(mask, advantages, 0.0)
     logratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)  # exp stays finite
     ratio = logratio.exp()  # 1 outside the mask
@@ -261,7 +320,12 @@ def policy_loss(
 
 
 def value_loss(values, old_values, returns, mask, clip, denom) -> Tensor:
-    """0.5 * (V - R)^2, or with `clip` 0.5 * max((V - R)^2, (clipped V - R)^2), over `denom`."""
+    """Sum over the mask of 0.5 * (V - R)^2, divided by `denom` as in `policy_loss`.
+
+    With `clip` a token's loss is 0.5 * max((V - R)^2, (clipped V - R)^2), where V is clipped to
+    [V_old - clip, V_old + clip].
+    """
+    check_denom(denom)
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     losses = (values - returns).square()
     if clip is not None:
@@ -282,16 +346,17 @@ def train(args: Args) -> dict:
 
 
 def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
-    # --- Models. A new run warms up the actor; a resumed one will load all weights below.
+    # --- Models. A new run warms up the actor. A resumed run loads all weights below.
     checkpoint_path = find_checkpoint(args)  # None in a new run
     tokenizer, actor = build_actor(args, envs[0])
-    check_prompts([envs[0], eval_envs[0]], tokenizer, args)
+    check_prompts(envs[:1] + eval_envs[:1], tokenizer, args)
     if not checkpoint_path:
         warm_start(actor, tokenizer, envs[0], args)
     critic = build_critic(actor, tokenizer, args) if args.critic_epochs else None
     reference = copy_model(actor, args) if args.kl_coef else None
-    # FORK: another frozen model, such as a teacher = frozen_model(path, "lm", args). Call
-    # `check_vocabulary` if it reads the actor's ids. In make_experience, use `logprobs_of_all`.
+    # FORK: another frozen model, such as a teacher = frozen_model(path, "lm", args). If it reads
+    # the ids of the actor's tokens, call `check_vocabulary`. Score with `logprobs_of_all` in
+    # make_experience.
     reward_model = frozen_model(args.reward_model, "scalar", args) if args.reward_model else None
     actor_optimizer = make_optimizer(actor)
     critic_optimizer = make_optimizer(critic) if critic else None
@@ -306,10 +371,10 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
     if checkpoint_path:
         state = load_checkpoint(checkpoint_path, checkpointed, args)
     sampler = copy_model(actor, args, sampler=True)
-    plan = Plan(args)
+    plan = plan_steps(args)
     run = Run(args, state)
     stop.catch()
-    print_plan(args, plan)
+    print_plan(args, plan, eval_envs)
     decoder = Decoder(sampler, decoder_rows(args), tokenizer.stop_ids, args)
     evaluate_now = functools.partial(evaluate, decoder, tokenizer, reward_model, eval_envs)
     if state.eval_before is None:
@@ -321,8 +386,11 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
             evaluation = evaluate_now(state.iteration, args)
         clock = Clock()
 
-        # --- Rollout. Each rank plays its share of the episodes and receives all of them. A seed
-        # determines a prompt.
+        # --- Rollout. Each rank plays its share of the episodes and receives all of them.
+        # FORK: choice of prompts. A seed determines a prompt. All ranks need the same seeds, so
+        # compute them from args, `state` and random.Random(a function of args.seed and
+        # state.iteration). A variable from before the loop is lost when a run resumes: add a field
+        # to `TrainState`. In Prompts-v0 and GSM8K-v0 seed i below the number of rows is row i.
         first = first_training_seed(args) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
@@ -332,9 +400,10 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         # --- Old log-probs, values, rewards, advantages: computed once, constant from here on.
         if reward_model:
             add_scores(episodes, reward_model, args)  # The last token of an episode gets its score.
-        experience = make_experience(episodes, actor, critic, reference, args)
+        experience = make_experience(episodes, actor, critic, reference, state, args)
         # FORK: choice of samples. All of `experience` is logged. Its advantages are final.
         trained = experience  # or experience.select(rows)
+        check_ranks_agree(prompts=seeds, samples=trained, state=state)
         clock.end("score")
 
         # --- Critic epochs. They could as well come after the actor's.
@@ -351,8 +420,8 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
                     # Gradients add up over the microbatches, and `shard` makes FSDP sum those of
                     # the ranks: the sum is the gradient of the minibatch's mean loss per token.
                     v_loss.backward()
-                    # Mean distance of the values from the old ones. Like |ratio - 1|, it is 0 up to
-                    # rounding in the first minibatch of an iteration.
+                    # Mean distance of the values from the old ones. Like |ratio - 1|, it is 0 in
+                    # the first minibatch of an iteration.
                     value_dev = ((newvalues - mb.values) * mb.mask).abs().sum() / n_tokens
                     microbatch_stats.append({"value_loss": v_loss, "value_dev": value_dev})
                 iterations_done = state.iteration + len(critic_steps) / plan.critic_steps
@@ -397,7 +466,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
                     early_stop = step
                     actor_optimizer.zero_grad()
                     break
-                iterations_done = actor_iteration + len(actor_steps) / plan.actor_steps
+                iterations_done = actor_iteration + len(actor_steps) / plan.update_steps
                 progress = iterations_done / plan.actor_iterations
                 lr = linear_schedule(args.actor_lr, args.lr_end, progress)
                 step |= optimizer_step(actor, actor_optimizer, lr, args)
@@ -407,14 +476,18 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
                 break
         clock.end("actor")
 
-        # --- New weights for the sampler, log, checkpoint.
+        # --- New weights for the sampler, diagnosis, log, checkpoint.
         relative_update = hand_over(actor, sampler)
         # FORK: memory across iterations. Add fields to `TrainState`. To renew the reference now and
         # then, call copy_weights(actor, reference).
         clock.end("hand_over")
         metrics = iteration_metrics(
             episodes, experience, actor_steps, critic_steps, evaluation, clock
-        ) | diagnose_ratio(actor, trained, actor_steps, early_stop, relative_update, state, args)
+        ) | diagnose_ratio(
+            actor, trained, actor_steps, early_stop, relative_update, plan, state, args
+        )
+        if trained is experience:  # A selection is cut into other microbatches, which may round.
+            check_first_minibatch(metrics, actor_steps, critic_steps, state)
         # FORK: numbers of your own, as metrics["mine/number"] = float(...)
         run.log(metrics, episodes, experience)
         state.iteration += 1
@@ -424,13 +497,15 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         if stop.number or (args.save_every and (is_last or state.iteration % args.save_every == 0)):
             save_checkpoint(run.path, checkpointed, state, args)
 
-    save_hf_checkpoint(actor, tokenizer, run.path / "model")  # It is evaluated below.
+    save_hf_checkpoint(actor, tokenizer, run.path / "model")
     if critic:
         save_hf_checkpoint(critic, tokenizer, run.path / "critic")
+    if not stop.number:
+        with stop.at_once():  # Everything is saved, so a signal ends the evaluation.
+            run.summary["eval_after"] = evaluate_now(state.iteration, args)
     if stop.number:
         run.close("interrupted")
         raise SystemExit(128 + stop.number)
-    run.summary["eval_after"] = evaluate_now(state.iteration, args)
     return run.close("completed")
 
 
@@ -474,6 +549,7 @@ class Experience:
     returns: Tensor | None = None
     advantages: Tensor | None = None
     advantage_std: float = 0.0  # before whitening
+    metrics: dict[str, float] = field(default_factory=dict)  # FORK: numbers to log, by name
 
     @classmethod
     def from_episodes(cls, episodes: list[Episode]) -> Experience:
@@ -530,44 +606,55 @@ class Microbatch(Experience):
 
 
 @torch.no_grad()
-def forward_all(function: Callable, experience: Experience, args) -> Tensor:
+def forward_all(function: Callable, experience: Experience, minibatches, args) -> Tensor:
     """Apply `function` to all samples, microbatch by microbatch, and return [N, T].
 
-    Each rank computes its share.
+    Each rank computes its share. `minibatches` has the samples of each minibatch. A sample that is
+    in none of them gets zeros.
     """
     out = torch.zeros(experience.tokens.shape, device=args.device)
-    everything = torch.arange(len(out))
-    for rows in microbatches(everything, experience.lengths, args.micro_batch_tokens):
-        # Compiled models score with gradients on. With gradients off torch.compile builds another
-        # graph, which rounds differently: in bfloat16 the first ratio would not be 1.
-        with torch.set_grad_enabled(args.compile == "on"):
-            result = function(experience.microbatch(rows, args.device))
-        result = result[: len(rows)].detach().float()  # This is empty if the rank has no rows.
-        out[upload(rows, args.device), : result.shape[1]] = result
+    for samples in minibatches:
+        for rows in microbatches(samples, experience.lengths, args.micro_batch_tokens):
+            # Compiled models score with gradients on. With gradients off torch.compile builds
+            # another graph, which rounds differently: in bfloat16 the first ratio would not be 1.
+            with torch.set_grad_enabled(args.compile == "on"):
+                result = function(experience.microbatch(rows, args.device))
+            result = result[: len(rows)].detach().float()  # This is empty if the rank has no rows.
+            out[upload(rows, args.device), : result.shape[1]] = result
     return all_reduce(out).cpu()  # A row was computed by one rank and is 0 on the others.
 
 
-def logprobs_of_all(model: Transformer, experience: Experience, args) -> Tensor:
-    """Log-probs [N, T] of all samples, computed as in the updates but in other microbatches."""
-    return forward_all(lambda mb: model.sampled_logprobs(mb, args.temperature)[0], experience, args)
+def logprobs_of_all(model: Transformer, experience: Experience, minibatches, args) -> Tensor:
+    """Log-probs [N, T] of all samples, computed as in the updates."""
+
+    def logprobs(mb: Microbatch) -> Tensor:
+        return model.sampled_logprobs(mb, args.temperature)[0]
+
+    return forward_all(logprobs, experience, minibatches, args)
 
 
-def make_experience(episodes, actor, critic, reference, args) -> Experience:
+def make_experience(episodes, actor, critic, reference, state, args) -> Experience:
     """Compute all that the updates need, before the first of them."""
     experience = Experience.from_episodes(episodes)
     mask = experience.mask
 
-    # --- Log-probs. The sampler's differ from the actor's by rounding alone.
-    experience.old_logprobs = experience.sampler_logprobs
+    # --- Log-probs. All models score the samples in the microbatches of the first epoch, whose
+    # order is known. The result of a forward pass depends, by rounding, on what else is in its
+    # batch. Here it does not: the first ratio is exactly 1, in every precision.
+    first_epoch = minibatch_rows(experience, 0, state, args)
+    experience.old_logprobs = experience.sampler_logprobs  # They differ by rounding alone.
     if args.recompute_old_logprobs:
-        experience.old_logprobs = logprobs_of_all(actor, experience, args)
+        experience.old_logprobs = logprobs_of_all(actor, experience, first_epoch, args)
     experience.ref_logprobs = experience.old_logprobs * math.nan
     if reference:
-        experience.ref_logprobs = logprobs_of_all(reference, experience, args)
+        experience.ref_logprobs = logprobs_of_all(reference, experience, first_epoch, args)
 
-    # --- Rewards. Those of the experience are logged; the advantages see the KL, too.
+    # --- Rewards. Those of the experience are logged. The advantages see the KL as well.
     # FORK: reward shaping. Evaluations do not see it. Every rank must compute the same, for all
-    # samples. Give a sample's reward to its last token: given to every token, it pays for length.
+    # samples. Samples of one prompt are neighbours. A row with an empty mask has no reward. Give a
+    # sample's reward to its last token: given to every token, it pays for length. Compare sums of
+    # rewards with a tolerance, since equal rewards at other tokens may round differently. To keep
+    # the logged reward as it is, change `rewards` below instead of `experience.rewards`.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             experience.rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
@@ -582,8 +669,8 @@ def make_experience(episodes, actor, critic, reference, args) -> Experience:
     # --- Values, returns, advantages. Advantages are whitened over the whole rollout.
     experience.values = torch.zeros_like(rewards)
     if critic:
-        experience.values = forward_all(critic.sampled_values, experience, args)
-    # FORK: advantages.
+        experience.values = forward_all(critic.sampled_values, experience, first_epoch, args)
+    # FORK: advantages. Statistics are those of [mask] only. Log them as experience.metrics[name].
     advantages, _ = compute_gae(rewards, experience.values, mask, args.gamma, args.gae_lambda)
     _, returns = compute_gae(rewards, experience.values, mask, args.gamma, args.critic_lambda)
     experience.returns = returns
@@ -602,7 +689,7 @@ def minibatch_rows(experience: Experience, epoch: int, state, args) -> list[Tens
     seed = ((args.seed * 1_000_003 + state.iteration) * 1_000_003 + epoch) % 2**63
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(experience.tokens), generator=generator)
-    # Adam would move the weights in a step without gradients, too.
+    # A minibatch without sampled tokens has no gradients, but Adam would move the weights.
     return [rows for rows in order.split(args.train_batch_size) if experience.mask[rows].any()]
 
 
@@ -636,6 +723,7 @@ class Episode:
     conversation: list[dict] = field(default_factory=list)  # messages, with role and content
     prompt_length: int = 0  # tokens of the prompt
     prompt_messages: int = 0  # messages of the prompt
+    response_starts: list[int] = field(default_factory=list)  # index of each response's first token
     # Why the episode ended. "": not yet; "terminated" or "truncated": by the environment; "length":
     # --max-new-tokens was reached, or left no room for the environment's reply; "unscored": the
     # reward was None, so the episode is not trained on.
@@ -665,7 +753,8 @@ class Episode:
         return info
 
     def end_turn(self, env: gym.Env, start: int, tokenizer: HFTokenizer, args):
-        """Take the environment's answer to the response, the tokens from `start` on."""
+        """Give the response, the tokens from `start` on, to the environment. Take its answer."""
+        self.response_starts.append(start)
         response = tokenizer.decode(self.ids[start:])
         messages, reward, end, info = env_step(env, response)
         self.conversation.append({"role": "assistant", "content": response})
@@ -693,8 +782,8 @@ class Episode:
 def sample_token(decoder: Decoder, n_visible: int):
     """Sample one token in every row that is alive. The host does not wait for the device.
 
-    The input is the newest token of a row. It is not in the cache yet: this forward puts it there.
-    Attention sees the first `n_visible` positions of the cache.
+    The input is the newest token of a row. It is not in the cache yet: this forward pass puts it
+    there. Attention sees at most the first `n_visible` positions of the cache.
     """
     position = torch.where(decoder.alive, decoder.length - 1, decoder.scratch)[:, None]  # [B, 1]
     newest = decoder.tokens.gather(1, position)
@@ -790,12 +879,15 @@ ROPE_TYPES = "default", "linear", "dynamic", "yarn", "llama3"
 
 def check_config(config: PretrainedConfig) -> PretrainedConfig:
     """Refuse what the Transformer below does not compute."""
-    if config.model_type not in ("llama", "qwen2", "qwen3"):
-        raise ValueError(f"model_type {config.model_type!r}: must be llama, qwen2 or qwen3")
+    if config.model_type not in ("llama", "mistral", "qwen2", "qwen3"):
+        raise ValueError(f"model_type {config.model_type!r}: must be llama, mistral, qwen2, qwen3")
     if config.rope_parameters["rope_type"] not in ROPE_TYPES:
         raise ValueError(f"{config.rope_parameters}: rope_type must be one of {ROPE_TYPES}")
-    if config.hidden_act != "silu" or getattr(config, "use_sliding_window", False):
-        raise ValueError("hidden_act must be silu, use_sliding_window off")
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act {config.hidden_act!r}: must be silu")
+    uses_window = getattr(config, "use_sliding_window", config.model_type == "mistral")
+    if uses_window and config.sliding_window is not None:
+        raise ValueError(f"sliding_window {config.sliding_window}: attention must have no window")
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     rope_frequencies(config)  # raises if a number is text
@@ -860,16 +952,22 @@ class Packing:
         return self.unpack(x, self.place[self.sampled]).clone()
 
 
-# Before torch 2.12 `varlen_attn` refuses grouped heads.
+# Older versions lack grouped heads and `seqused_k`.
 HAS_VARLEN = torch.__version__ >= "2.12"
+
+
+def has_varlen(x: Tensor) -> bool:
+    """Whether there is a kernel of attention for samples of different lengths."""
+    return HAS_VARLEN and x.is_cuda and x.dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Context:
     """What all layers need to know about the tokens [B, T] or, packed, [n] of a forward pass.
 
-    A token sees itself and what is before it: in training, where `packing` says which tokens are
-    of the same sample; in decoding, also what `cache` holds; in a plain forward pass, in its row.
+    A token sees itself and the tokens before it. With a `packing`, as in training, these are the
+    earlier tokens of its sample. With a `cache`, as in decoding, they are those of its row in the
+    cache, at the first `n_visible` positions. Otherwise they are those of its row of the input.
     """
 
     positions: Tensor  # index of each token in its sample
@@ -877,6 +975,7 @@ class Context:
     sin: Tensor
     packing: Packing | None = None
     cache: KVCache | None = None
+    n_visible: int | None = None
     mask: Tensor | None = None  # bool [B * Hkv, 1, G * T, n_visible]: what is seen of the cache
 
 
@@ -891,7 +990,7 @@ def attend_padded(q, k, v) -> Tensor:
 
 def attend_packed(q, k, v, packing: Packing) -> Tensor:
     """q [n, H, D]; k, v [n, Hkv, D] -> [n, H, D]"""
-    if HAS_VARLEN and q.is_cuda and q.dtype == torch.bfloat16:
+    if has_varlen(q):
         starts, T = packing.starts, packing.shape[1]
         return varlen_attn(  # The window is causal.
             q, k, v, starts, starts, T, T, window_size=(-1, 0), enable_gqa=True
@@ -902,14 +1001,33 @@ def attend_packed(q, k, v, packing: Packing) -> Tensor:
 def attend_cached(q, k, v, layer: int, context: Context) -> Tensor:
     """q [B, T, H, D]; k, v [B, T, Hkv, D], which are added to the cache -> [B, T, H, D]"""
     B, T, Hkv, D = k.shape
-    n_visible = context.mask.shape[3]
-    k, v = context.cache.update(layer, k, v, context.positions, n_visible)
-    # enable_gqa is slow with a mask: fold the G query heads of a key head into the queries,
-    # and the key heads into the rows, since attention returns heads as the innermost but one.
-    q = q.view(B, T, Hkv, -1, D).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, T, D]
-    q, k, v = (x.flatten(0, 1)[:, None] for x in (q.flatten(2, 3), k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask)  # [B*Hkv, 1, G*T, D]
+    k, v = context.cache.update(layer, k, v, context.positions)  # [B, Hkv, size, D]
+    # A key head of a row becomes a row, and its G query heads become further queries.
+    # enable_gqa would be slow with a mask.
+    q = q.view(B, T, Hkv, -1, D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
+    if context.mask is None:
+        out = attend_to_lengths(q, k, v, context)
+    else:
+        k, v = (x[:, :, : context.n_visible] for x in (k, v))
+        q, k, v = (x.flatten(0, 1)[:, None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask)
     return out.view(B, Hkv, -1, T, D).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def attend_to_lengths(q, k, v, context: Context) -> Tensor:
+    """q [B, Hkv, G, D]; k, v [B, Hkv, size, D] -> [B * Hkv, G, D]
+
+    The kernel reads of each row what the row has, where a mask would make it read `n_visible`
+    positions. Rows that are finished, at a position that is not visible, read one.
+    """
+    B, Hkv, G, D = q.shape
+    lengths = torch.where(context.positions < context.n_visible, context.positions + 1, 1)  # [B, 1]
+    lengths = lengths.int().expand(B, Hkv).flatten()
+    rows = context.cache.row_starts  # [B * Hkv + 1]
+    q, k, v = (x.reshape(-1, 1, D) for x in (q, k, v))
+    return varlen_attn(
+        q, k, v, rows * G, rows * context.cache.size, G, context.n_visible, seqused_k=lengths
+    )
 
 
 class Attention(nn.Module):
@@ -1024,15 +1142,18 @@ class Transformer(nn.Module):
 
         Returns their hidden states [B, T, hidden].
         """
-        Hkv = self.config.num_key_value_heads
-        G = self.config.num_attention_heads // Hkv
-        queries = positions.repeat(1, G).repeat_interleave(Hkv, 0)  # [B * Hkv, G * T]
-        mask = torch.arange(n_visible, device=tokens.device) <= queries[:, None, :, None]
-        return self.hidden_states(tokens, positions, cache=cache, mask=mask)
+        mask = None
+        if tokens.shape[1] > 1 or not has_varlen(self.model.norm.weight):
+            Hkv = self.config.num_key_value_heads
+            G = self.config.num_attention_heads // Hkv
+            queries = positions.repeat(1, G).repeat_interleave(Hkv, 0)  # [B * Hkv, G * T]
+            mask = torch.arange(n_visible, device=tokens.device) <= queries[:, None, :, None]
+        return self.hidden_states(tokens, positions, cache=cache, n_visible=n_visible, mask=mask)
 
     def next_logits(self, tokens, positions, cache: KVCache, n_visible: int) -> Tensor:
         """As `prefill`, with one token per row. Returns the logits [B, V] of the next one."""
-        return self.lm_head(self.prefill(tokens, positions, cache, n_visible))[:, 0].float()
+        x = self.prefill(tokens, positions, cache, n_visible)[:, 0]
+        return float32_product(x, self.lm_head.weight.T)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, **context) -> Tensor:
         """The input of the head, [..., hidden], for tokens [B, T] or, with a packing, [n]."""
@@ -1063,23 +1184,25 @@ class Transformer(nn.Module):
 class KVCache:
     """Keys and values of every layer, [B, Hkv, size, D] each.
 
-    A forward pass may write to all positions, but reads only the first `n_visible` ones: a decode
-    step takes as long as the texts are, not the limit.
+    A forward pass may write to all positions, but reads at most the first `n_visible` ones. The
+    time of a decode step depends on the length of the texts, not on the limit.
     """
 
     def __init__(self, config: PretrainedConfig, B, S, dtype=torch.float32, device="cpu"):
         self.size = round_up(S, 16)
         self.rows = torch.arange(B, device=device)[:, None]
         shape = (B, config.num_key_value_heads, self.size, config.head_dim)
+        # B * Hkv + 1 numbers, which `attend_to_lengths` multiplies by the length of a row.
+        self.row_starts = torch.arange(shape[0] * shape[1] + 1, device=device, dtype=torch.int32)
         zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
         self.layers = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
 
-    def update(self, layer: int, k, v, positions: Tensor, n_visible: int) -> tuple[Tensor, Tensor]:
-        """Write k, v [B, T, Hkv, D] at `positions` [B, T]; returns all, [B, Hkv, n_visible, D]."""
+    def update(self, layer: int, k, v, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v [B, T, Hkv, D] at `positions` [B, T]. Returns all, [B, Hkv, size, D]."""
         keys, values = self.layers[layer]
         keys[self.rows, :, positions] = k
         values[self.rows, :, positions] = v
-        return keys[:, :, :n_visible], values[:, :, :n_visible]
+        return keys, values
 
 
 class Decoder:
@@ -1151,8 +1274,18 @@ def round_up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
+def float32_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32. In bfloat16 logits near 20 would be rounded to steps of 0.125."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)  # without a copy of b
+    # CPUs have no such product. Small parts of b, copied to float32, stay in the processor's cache.
+    return torch.cat([a.float() @ part.float() for part in b.split(4096, dim=1)], dim=1)
+
+
 def chunk_logprobs(hidden, weight, targets, temperature) -> tuple[Tensor, Tensor]:
-    logits = (hidden @ weight.T).float() / temperature  # [rows, V]
+    logits = float32_product(hidden, weight.T) / temperature  # [rows, V]
     logsumexp = logits.logsumexp(dim=-1)
     probs = torch.exp(logits - logsumexp[:, None])
     chosen = -F.nll_loss(logits, targets, reduction="none")  # logits[i, targets[i]]
@@ -1165,7 +1298,7 @@ def chunk_gradients(hidden, weight, targets, temperature, d_logprobs, d_entropie
     With p = softmax(z) and entropy H, that of log p[i] is onehot(i) - p, that of H is
     -p * (log p + H).
     """
-    logits = (hidden @ weight.T).float() / temperature
+    logits = float32_product(hidden, weight.T) / temperature
     logprobs = logits - logits.logsumexp(-1, keepdim=True)
     probs = logprobs.exp()
     entropies = -(probs * logprobs).sum(-1, keepdim=True)
@@ -1178,10 +1311,10 @@ def chunk_gradients(hidden, weight, targets, temperature, d_logprobs, d_entropie
 def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
     """Log-probs [n] of `targets` [n] and entropies [n], from hidden [n, d] and weight [V, d].
 
-    In chunks whose logits the backward pass computes again: all of them would need more memory
-    than the model.
+    Logits are computed in chunks, and again in the backward pass: all of them would need more
+    memory than the model.
     """
-    rows = max(1, (2**26 if hidden.is_cuda else 2**22) // len(weight))
+    rows = max(1, (2**27 if hidden.is_cuda else 2**22) // len(weight))
     rows -= len(hidden) % rows == 1  # torch.compile makes another graph for a chunk of one row
     return ChunkedLogprobs.apply(hidden, weight, targets, temperature, rows, compile)
 
@@ -1189,13 +1322,17 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
 class ChunkedLogprobs(torch.autograd.Function):
     """Log-probs and entropies, chunk by chunk, and their gradients.
 
-    Those of the weight add up in one tensor in float32. Autograd would add them in bfloat16.
+    The gradients of the weight add up in one tensor in float32. Autograd would add them in
+    bfloat16. On a CPU, which has no product of bfloat16 matrices in float32, all of this is
+    computed from copies in float32.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, rows, compile):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.settings = temperature, rows, compile
+        if not hidden.is_cuda:
+            hidden, weight = hidden.float(), weight.float()
         function = maybe_compiled(chunk_logprobs, compile)
         chunks = zip(hidden.split(rows), targets.split(rows))
         logprobs, entropies = zip(*(function(h, weight, t, temperature) for h, t in chunks))
@@ -1205,6 +1342,8 @@ class ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx, *d_outputs):
         hidden, weight, targets = ctx.saved_tensors
         temperature, rows, compile = ctx.settings
+        if not hidden.is_cuda:
+            hidden, weight = hidden.float(), weight.float()
         function = maybe_compiled(chunk_gradients, compile)
         d_hidden, d_weight = [], None
         if ctx.needs_input_grad[1]:
@@ -1213,7 +1352,7 @@ class ChunkedLogprobs(torch.autograd.Function):
             d_logits = function(h, weight, t, temperature, *d)
             d_hidden.append(d_logits @ weight)
             if d_weight is not None:
-                d_weight += d_logits.T @ h
+                d_weight += float32_product(d_logits.T, h)
         return torch.cat(d_hidden), d_weight, None, None, None, None
 
 
@@ -1466,10 +1605,17 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
         # Transformers 4 reads these names. Without them it would take another base.
         content["rope_theta"] = rope["rope_theta"]
         content["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+        partial, earlier = (path.with_name(f"{path.name}.{x}") for x in ("partial", "earlier"))
         with attempt(f"write {path}"):
-            tokenizer.hf.save_pretrained(path)
-            safetensors.torch.save_file(weights, path / "model.safetensors", {"format": "pt"})
-            write_json(path / "config.json", content)
+            shutil.rmtree(partial, ignore_errors=True)
+            tokenizer.hf.save_pretrained(partial)
+            safetensors.torch.save_file(weights, partial / "model.safetensors", {"format": "pt"})
+            write_json(partial / "config.json", content)
+            if path.exists():  # An earlier export stays until this one is complete.
+                shutil.rmtree(earlier, ignore_errors=True)
+                path.rename(earlier)
+            partial.rename(path)
+            shutil.rmtree(earlier, ignore_errors=True)
             print0(f"saved {path}")
     if dist.is_initialized():
         dist.barrier()
@@ -1481,19 +1627,28 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 #     reset(seed=...) -> (prompt, info)
 #     step(response) -> (text, reward, terminated, truncated, info)
 #
-# A prompt is text, a user message, or a list of messages with role and content. So is `text`, the
-# next prompt if the episode goes on. A sample whose reward is None does not train.
-# The same seed must always give the same prompt. Evaluations use the seeds from 0 on, training
-# consecutive seeds above FIRST_TRAINING_SEED. info["demonstration"] of reset is an answer to learn
-# in the warm start. info["success"] of the last step counts for accuracy. info["rewards"] of a step
-# may hold dense rewards in addition to `reward`: [(end, reward), ...], each for the characters
-# response[:end]. Of the numbers in info["metrics"], {name: number}, the means are logged.
-# Of an environment that has `num_prompts`, and at seed i prompt i % num_prompts, prompts that are
-# too long are found before the run begins.
-# truncated=True is final, too: nothing is added for what might have followed. Where gamma is 1 and
-# every episode is cut, the critic would learn its own value plus the reward, and grow for ever. If
-# a limit of time is not part of the task, add what is still to come to the last reward.
-# Your own: a reward function for Prompts-v0, or --env-id my_module:MyEnv-v0.
+# A prompt is text, which becomes a user message, or a list of messages with role and content. So is
+# `text`, the next prompt if the episode goes on. A sample whose reward is None is not trained on.
+#
+# The same seed must always give the same prompt. Evaluations use the seeds from 0 on. Training uses
+# consecutive seeds above FIRST_TRAINING_SEED. An environment that knows its prompts may have an
+# attribute `num_prompts`: the seeds below it must give all of them. Prompts that are too long are
+# then found before the run begins.
+#
+# info may have these keys, all of them optional:
+#
+#     demonstration  of reset: an answer to learn in the warm start
+#     success        of the last step: whether it counts for the accuracy
+#     rewards        of a step: dense rewards in addition to `reward`, as pairs (end, reward), each
+#                    for the characters response[:end]
+#     metrics        of a step: {name: number}, whose means are logged
+#
+# truncated=True is final: nothing is added for what might have followed. Where gamma is 1 and every
+# episode is cut off, the critic would learn its own value plus the reward, and grow for ever. If a
+# limit of time is not part of the task, add what is still to come to the last reward.
+#
+# To use a task of your own, write a reward function for Prompts-v0, or pass --env-id
+# my_module:MyEnv-v0.
 
 
 FIRST_TRAINING_SEED = 2**20
@@ -1545,14 +1700,23 @@ def load_rows(path: str, convert: Callable) -> list[dict]:
     return random.Random(0).sample(rows, len(rows))
 
 
+@functools.lru_cache(maxsize=2)
+def shuffled_indices(n: int, seed: int) -> list[int]:
+    return random.Random(seed).sample(range(n), n)
+
+
+SHUFFLE_LOCK = threading.Lock()  # Only one thread computes an order that many need.
+
+
 class Prompts(gym.Env):
     """Prompts from a file and, optionally, rewards from your own function, named by `reward`.
 
     Each line of the file has a "prompt" or "messages", text or a list of messages. It may have a
     "demonstration", and other keys for the function. The function my_module:reward is called as
     reward(prompt, response, row=row), from many threads at the same time. It returns a number,
-    which counts as success if it is above 0, or (number, success), or (number, metrics); None in
-    place of the number if the sample shall not train. It may be a coroutine function.
+    which counts as success if it is above 0, or (number, success), or (number, metrics). None in
+    place of the number means that the sample is not trained on. The function may be a coroutine
+    function.
     """
 
     def __init__(self, path: str, reward: str | None = None):
@@ -1567,8 +1731,16 @@ class Prompts(gym.Env):
     def convert(row):
         return row if "prompt" in row else row | {"prompt": row["messages"]}
 
+    def row_index(self, seed: int) -> int:
+        """In evaluations rows keep their order. Every pass of training shuffles them anew."""
+        pass_index, i = divmod(seed, self.num_prompts)
+        if seed < FIRST_TRAINING_SEED:
+            return i
+        with SHUFFLE_LOCK:
+            return shuffled_indices(self.num_prompts, pass_index)[i]
+
     def reset(self, *, seed=None, options=None):
-        self.row = copy.deepcopy(self.rows[seed % len(self.rows)])
+        self.row = copy.deepcopy(self.rows[self.row_index(seed)])
         return self.row["prompt"], self.row
 
     def step(self, response):
@@ -1715,6 +1887,7 @@ def decoder_rows(args) -> int:
 @contextlib.contextmanager
 def make_envs(args, evaluation: bool = False) -> Iterator[list[gym.Env]]:
     """This rank's environments for a rollout, or for an evaluation. In the end they are closed."""
+    count = decoder_rows(args) if args.eval_episodes or not evaluation else 0
     flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
     if evaluation:
         flags += f" --eval-env-kwargs {args.eval_env_kwargs}"
@@ -1730,7 +1903,7 @@ def make_envs(args, evaluation: bool = False) -> Iterator[list[gym.Env]]:
                     "Prompts-v0: nothing gives rewards. Add --reward-model, or a function of yours "
                     'to --env-kwargs, "reward": "my_module:my_function"'
                 )
-            for _ in range(decoder_rows(args)):
+            for _ in range(count):
                 envs.append(gym.make(args.env_id, disable_env_checker=True, **kwargs))
         set_up_thread(gradients=True)
         yield envs
@@ -1842,6 +2015,7 @@ def iteration_metrics(episodes, experience, actor_steps, critic_steps, evaluatio
     }
     for prefix, numbers in (("eval", evaluation), ("time", clock.phases)):
         metrics |= {f"{prefix}/{name}": value for name, value in numbers.items()}
+    metrics |= {name: float(x) for name, x in experience.metrics.items()}
     for model, steps in (("actor", actor_steps), ("critic", critic_steps)):
         for name in steps[0] if steps else ():
             metrics[f"{model}/{name}"] = sum(step[name] for step in steps) / len(steps)
@@ -1864,16 +2038,19 @@ def logged_samples(episodes: list[Episode], experience: Experience) -> list[dict
     return samples
 
 
-ADVICE = {  # by the cause of a ratio that stays at 1, or begins elsewhere
+ADVICE = {  # by the cause of a ratio that stays at 1, or does not begin there
     "critic_warmup": "see --critic-warmup-iterations",
-    "empty_mask": "no token trains: check --max-new-tokens, mask, chosen samples, rewards of None",
-    "forward_mismatch": "dropout? shifted mask? another temperature? samples of an earlier policy?",
+    "empty_mask": "no token is trained on: check --max-new-tokens, the mask, the choice of samples "
+    "and rewards of None",
+    "forward_mismatch": "dropout? shifted mask? another temperature? samples of an earlier policy? "
+    "A choice of samples alone changes the ratio by rounding, in bfloat16 by some 0.05",
     "kl_early_stop": "raise --target-kl or lower --actor-lr",
     "no_step": "no step was made: were there minibatches?",
     "steps_skipped": "gradients are not finite: large rewards? NaN in log-probs?",
     "bf16_underflow": "updates are rounded away: keep the weights in float32",
-    "one_update_by_design": "this is correct; with more epochs the ratio moves",
-    "advantage_zero": "all advantages are equal: is the reward constant?",
+    "one_update_by_design": "this is correct; with more epochs or minibatches the ratio moves",
+    "advantage_zero": "all advantages are equal: is the reward constant, or did a change of "
+    "make_experience make them equal?",
     "no_grad_to_actor": "detached log-probs or frozen parameters",
     "optimizer_noop": "the optimizer does not hold the actor's parameters",
     "lr_or_clip_too_small": "raise --actor-lr or --max-grad-norm",
@@ -1882,22 +2059,35 @@ ADVICE = {  # by the cause of a ratio that stays at 1, or begins elsewhere
 }
 
 
-def diagnose_ratio(actor, experience, steps, early_stop, relative_update, state, args) -> dict:
-    """The metrics ratio/...: how far the ratio was from 1 and, if it stayed there, why."""
+def sampler_tolerance(args) -> float:
+    """Mean distance of the log-probs of sampler and trainer, in nats, that rounding explains.
+
+    Seen in float32: up to 1e-6. In bfloat16: up to 0.03 with pretrained models, 0.05 with random
+    ones. A log-prob that is shifted by one token is off by 0.9.
+    """
+    return 0.1 if args.dtype == "bfloat16" else 1e-4
+
+
+def diagnose_ratio(actor, experience, steps, early_stop, relative_update, plan, state, args):
+    """The metrics ratio/...: how far the ratio was from 1 and, if it stayed there, why.
+
+    The ratio of the first minibatch is exactly 1, since old log-probs are computed in the
+    microbatches of the first epoch. So is, in every precision, the ratio of the others until a step
+    changes the actor. In later epochs, with other microbatches, rounding moves it as well.
+    """
     measured = steps or [early_stop or {"ratio_dev": 0.0}]
     first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch
-    last_dev = measured[-1]["ratio_dev"]
-    moved = math.isnan(last_dev) or last_dev > 2 * max(first_dev, 1e-7)
+    exact = measured[: plan.minibatches] if plan.minibatches > 1 else measured
+    moved = not max(step["ratio_dev"] for step in exact) <= 2 * max(first_dev, 1e-7)  # or is NaN
     taken = [step for step in steps if not step["skipped"]]
     lr = steps[-1]["lr"] if steps else 0.0
-    is_first = state.actor_steps == len(steps)  # No earlier iteration has made steps.
-    bf16 = args.dtype == "bfloat16"  # It hides small movements.
-    sampler_dev = mean_ratio_dev(experience.sampler_logprobs, experience)
+    bf16 = args.dtype == "bfloat16"  # The sampler then shows no small changes of the weights.
+    sampler_dev = (experience.sampler_logprobs - experience.old_logprobs).abs()
+    sampler_agrees = masked_mean(sampler_dev, experience.mask) < sampler_tolerance(args)
     causes = {  # The first that holds is reported. Those below None are of a ratio that stays at 1.
         "critic_warmup": state.iteration < args.critic_warmup_iterations,
         "empty_mask": not experience.mask.any(),
-        "forward_mismatch": first_dev > 1e-4
-        and first_dev > 3 * scoring_error(actor, experience, state, args),
+        "forward_mismatch": args.recompute_old_logprobs and not first_dev <= 1e-6,
         "kl_early_stop": early_stop and not moved,
         "no_step": not steps,
         "steps_skipped": not taken,
@@ -1908,46 +2098,39 @@ def diagnose_ratio(actor, experience, steps, early_stop, relative_update, state,
         "optimizer_noop": relative_update == 0 and lr > (1e-7 if bf16 else 1e-10),
         "lr_or_clip_too_small": relative_update < (1e-4 if bf16 else 1e-6),
         # After an earlier update the sampler, a copy of the actor, shows what the forward ignores.
-        "forward_ignores_update": sampler_dev > 1e-4 and not bf16,
+        "forward_ignores_update": not sampler_agrees,
         "one_update_by_design": len(steps) == 1,
-        "old_logprob_recomputed": not bf16 and not is_first,
+        "old_logprob_recomputed": state.actor_steps > len(steps),
     }
-    cause = next((cause for cause, holds in causes.items() if holds), None)
-    if cause == "forward_mismatch" and args.recompute_old_logprobs and is_first:
-        raise UserError(
-            f"the first ratio of the run is not 1: |ratio - 1| is {first_dev:.2g} on average: "
-            f"{ADVICE[cause]}"
-        )
     return {
         "ratio/first_dev": first_dev,
-        "ratio/last_dev": last_dev,
+        "ratio/last_dev": measured[-1]["ratio_dev"],
         "ratio/relative_update": relative_update,  # of the weights, in the sampler's precision
         "ratio/advantage_std": experience.advantage_std,
         "ratio/early_stop_kl": early_stop and early_stop["approx_kl"],  # at which the epochs ended
-        "ratio/diagnosis": cause,
+        "ratio/diagnosis": next((cause for cause, holds in causes.items() if holds), None),
     }
 
 
-def mean_ratio_dev(logprobs: Tensor, experience: Experience) -> float:
-    """Mean |ratio - 1| of log-probs [N, T] to the old ones."""
-    ratio_dev = (logprobs - experience.old_logprobs).expm1().abs()
-    return float(masked_mean(ratio_dev, experience.mask))
+def check_first_minibatch(metrics: dict, actor_steps, critic_steps, state):
+    """Raise UserError if the run begins with a ratio that is not 1, or a value that is not the old.
 
-
-def scoring_error(actor, experience, state, args) -> float:
-    """Mean |ratio - 1| of the first minibatch between two scorings by the same actor.
-
-    They differ in their microbatches, as old and new log-probs do in an update: this is what
-    rounding does to the first ratio. If the actor scores the same microbatches differently it is
-    random, as with dropout. The result is then 0, since that is not rounding.
+    Old log-probs and values are computed by the same weights in the same microbatches. They differ
+    only if the updates run another forward pass, or if something changed them in between.
     """
-    rows = minibatch_rows(experience, 0, state, args)[0]
-    first = experience.select(rows)
-    first.old_logprobs = logprobs_of_all(actor, first, args)
-    again = logprobs_of_all(actor, first, args)
-    if not torch.allclose(again, first.old_logprobs, equal_nan=True):
-        return 0.0
-    return mean_ratio_dev(logprobs_of_all(actor, experience, args)[rows], first)
+    if metrics["ratio/diagnosis"] == "forward_mismatch" and state.actor_steps == len(actor_steps):
+        raise UserError(
+            "the first ratio of the run is not 1: |ratio - 1| is "
+            f"{metrics['ratio/first_dev']:.2g} on average: {ADVICE['forward_mismatch']}"
+        )
+    if not metrics["critic/first_dev"] <= 1e-6 and state.critic_steps == len(critic_steps):
+        raise UserError(
+            "the first values of the critic are not those of the experience, but "
+            f"{metrics['critic/first_dev']:.2g} away on average: {CRITIC_ADVICE}"
+        )
+
+
+CRITIC_ADVICE = "does make_experience change them, or do the updates run another forward pass?"
 
 
 def some_weights(model: Transformer) -> Tensor:
@@ -1963,19 +2146,19 @@ def hand_over(actor: Transformer, sampler: Transformer) -> float:
     return float((after - before).double().norm() / after.double().norm())
 
 
-def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
+def find_mistakes(metrics: dict, args) -> Iterator[str]:
     """Warnings, to be printed once in a run."""
     cause = metrics["ratio/diagnosis"]
     if cause:
         yield f"  ratio: {cause}: {ADVICE[cause]}"
     if metrics.get("critic/skipped"):
         yield "  critic: steps are skipped, since gradients are not finite"
-    # The first values of the updates must be those of the experience, like the first ratio.
-    rounding = 0.02 if args.dtype == "bfloat16" else 1e-3
-    if metrics["critic/first_dev"] > rounding * float(experience.values.abs().max()):
+    if not metrics["critic/first_dev"] <= 1e-6:
+        yield f"  critic: its first values are not those of the experience: {CRITIC_ADVICE}"
+    if not metrics["debug/sampler_trainer_logprob_diff"] <= sampler_tolerance(args):
         yield (
-            "  critic: its first values are not those of the experience: does make_experience "
-            "change them, or do the updates run another forward? See critic/first_dev."
+            "  sampler: its log-probs differ from those of the actor by more than rounding explains "
+            "(debug/sampler_trainer_logprob_diff): does it have the actor's weights and temperature?"
         )
 
 
@@ -2085,28 +2268,37 @@ def check_flags(args):
             raise UserError(f"--run-name: {path} exists: choose another, or --resume auto")
 
 
-class Plan:
-    """Minibatches of an epoch, optimizer steps of an iteration, iterations that train the actor."""
+def plan_steps(args) -> types.SimpleNamespace:
+    """Minibatches and optimizer steps of an iteration, and the iterations that train the actor."""
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    minibatches = samples // args.train_batch_size
+    return types.SimpleNamespace(
+        minibatches=minibatches,
+        update_steps=minibatches * args.ppo_epochs,  # of the actor
+        critic_steps=minibatches * args.critic_epochs,
+        actor_iterations=max(0, args.num_iterations - args.critic_warmup_iterations),
+    )
 
-    def __init__(self, args):
-        samples = args.rollout_batch_size * args.n_samples_per_prompt
-        self.minibatches = samples // args.train_batch_size
-        self.actor_steps = self.minibatches * args.ppo_epochs
-        self.critic_steps = self.minibatches * args.critic_epochs
-        self.actor_iterations = max(0, args.num_iterations - args.critic_warmup_iterations)
 
-
-def print_plan(args, plan: Plan):
+def print_plan(args, plan, eval_envs: list[gym.Env]):
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     kl = f"KL x {args.kl_coef:g} in the {'loss' if args.kl_loss else 'reward'}"
+    evaluation = "none"
+    if eval_envs:
+        evaluation = f"{args.eval_episodes} episodes, sampled and greedy, on other seeds"
+        kwargs = json.loads(args.env_kwargs)
+        same = kwargs | json.loads(args.eval_env_kwargs) == kwargs
+        if same and hasattr(eval_envs[0].unwrapped, "num_prompts"):
+            evaluation += ", but on the prompts of training: see --eval-env-kwargs"
     print0(f"""\
   ranks      {WORLD_SIZE}, {args.device}, {args.dtype}, compile {args.compile}
   rollout    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples
   critic     {args.critic_epochs} {batches} = {plan.critic_steps} optimizer steps
-  actor      {args.ppo_epochs} {batches} = {plan.actor_steps} optimizer steps
+  actor      {args.ppo_epochs} {batches} = {plan.update_steps} optimizer steps
   warm-up    {args.critic_warmup_iterations} iterations without steps of the actor
   reference  {kl if args.kl_coef else "none"}
-  run        {args.num_iterations} iterations: {plan.actor_steps * plan.actor_iterations:,} steps \
+  evaluation {evaluation}
+  run        {args.num_iterations} iterations: {plan.update_steps * plan.actor_iterations:,} steps \
 of the actor, {plan.critic_steps * args.num_iterations:,} of the critic
   settings   max_prompt_tokens {args.max_prompt_tokens}, max_new_tokens {args.max_new_tokens}, \
 actor_lr {args.actor_lr:g}, critic_lr {args.critic_lr:g}""")
@@ -2138,6 +2330,25 @@ def all_reduce(x: Tensor) -> Tensor:
     """Sum over the ranks, in place."""
     dist.all_reduce(x)
     return x
+
+
+def check_ranks_agree(prompts: list[int], samples: Experience, state: TrainState):
+    """Raise UserError if the ranks differ in what each of them must compute alike."""
+    if WORLD_SIZE == 1:
+        return
+    parts = {
+        "the seeds of the prompts": repr(prompts).encode(),
+        "the samples that are trained on": samples.tokens.numpy().tobytes()
+        + samples.mask.numpy().tobytes(),
+        "TrainState": repr(state).encode(),
+    }
+    lowest = torch.tensor([zlib.crc32(part) for part in parts.values()])
+    highest = lowest.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    for name, a, b in zip(parts, lowest, highest):
+        if a != b:
+            raise UserError(f"the ranks differ in {name}: compute it alike on all of them")
 
 
 def upload(x: Tensor, device: str) -> Tensor:
@@ -2323,7 +2534,8 @@ def add_scores(episodes: list[Episode], reward_model: FrozenModel, args):
         text.add(ids)
         texts.append(text)
     experience = Experience.from_episodes(texts)
-    scores = forward_all(lambda mb: model(mb.tokens), experience, args)  # [N, T]
+    everything = [torch.arange(len(texts))]
+    scores = forward_all(lambda mb: model(mb.tokens), experience, everything, args)  # [N, T]
     for episode, row, length in zip(episodes, scores, experience.lengths, strict=True):
         episode.score = float(row[length - 1])
         episode.rewards[-1] += episode.score
@@ -2411,11 +2623,13 @@ def heed_signals():
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C end the run after the current iteration, from `catch` on."""
+    """From `catch` on, SIGTERM and Ctrl-C end the run after the current iteration."""
 
     def __init__(self):
-        self.received = 0  # by this rank
-        self.number = 0  # by any rank, when `agree` was called
+        self.received = 0  # the signal that this rank has received
+        self.number = 0  # the signal that any rank had received when `agree` was called
+        self.interrupted = False  # by Ctrl-C
+        self.immediate = False
         self.restore = contextlib.ExitStack()  # At its end the earlier handlers return.
 
     def catch(self):
@@ -2429,12 +2643,26 @@ class StopSignals:
         )
 
     def receive(self, number: int, frame):
-        # Under torchrun, a rank receives one Ctrl-C as both: SIGINT and, from torchrun, SIGTERM.
-        if number == self.received == signal.SIGINT:
-            raise KeyboardInterrupt
+        # A rank receives one Ctrl-C twice: as SIGINT and, from torchrun, as SIGTERM.
+        is_second = number == signal.SIGINT and self.interrupted
+        self.interrupted |= number == signal.SIGINT
         self.received = number
+        if self.immediate or is_second:
+            self.immediate = False
+            raise KeyboardInterrupt
         with contextlib.suppress(OSError):  # nobody may be reading
             os.write(2, b"\nstopping after this iteration; a second Ctrl-C stops at once\n")
+
+    @contextlib.contextmanager
+    def at_once(self):
+        """Within this context a signal ends the context. `number` then has it."""
+        self.immediate = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.number = self.received
+        finally:
+            self.immediate = False
 
     def agree(self):
         received = torch.tensor(self.received)
@@ -2492,8 +2720,10 @@ class Run:
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
         i = self.state.iteration
         samples = logged_samples(episodes, experience)
-        with attempt("write the fields of TrainState as JSON"):  # before the first checkpoint
-            json.dumps(vars(self.state))
+        for name, value in vars(self.state).items():  # before the first checkpoint needs it
+            with attempt(f"save TrainState.{name}, {value!r:.80}, as JSON"):
+                if repr(json.loads(json.dumps(value))) != repr(value):
+                    raise ValueError("it would come back different: no tuples, no keys but text")
         if RANK == 0:
             self.append("metrics", {"iteration": i} | metrics)
             for name, value in metrics.items():
@@ -2515,7 +2745,7 @@ class Run:
             f"explained {metrics['critic/explained_variance']:.2f}, "
             f"{metrics['time/iteration']:.2f} s"
         )
-        for text in find_mistakes(metrics, experience, self.args):
+        for text in find_mistakes(metrics, self.args):
             self.print_once(text)
 
     def append(self, name: str, row: dict):
@@ -2552,17 +2782,31 @@ def checkpoint_tensors(checkpointed: dict) -> dict[str, Tensor]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether all files are there, with headers that fit their sizes. DCP reads what there is."""
-    with contextlib.suppress(Exception):
+    """Whether all files are there, with headers that fit their sizes. DCP reads what there is.
+
+    Raises OSError if they cannot be read: such a checkpoint may be complete.
+    """
+    try:
         for name in read_json(path / "state.json")["files"]:
             safetensors.safe_open(path / name, "pt")
         return True
-    return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        raise
+    except Exception:  # damaged
+        return False
 
 
 def run_checkpoints(run_folder: Path) -> list[Path]:
-    """Those of a run, newest first. What has another name belongs to the user."""
-    return sorted((run_folder / "checkpoints").glob("iter_" + 6 * "[0-9]"), reverse=True)
+    """Those of a run, newest first. What has another name belongs to the user.
+
+    Raises OSError if the folder cannot be read.
+    """
+    folder = run_folder / "checkpoints"
+    names = os.listdir(folder) if os.path.lexists(folder) else []
+    names = sorted((x for x in names if re.fullmatch(r"iter_[0-9]{6}", x)), reverse=True)
+    return [folder / name for name in names]
 
 
 KEEP_CHECKPOINTS = 2
@@ -2587,21 +2831,26 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
             write_json(partial / "state.json", content)
             shutil.rmtree(path, ignore_errors=True)  # an incomplete one
             partial.rename(path)
-            for old in list(filter(is_complete, run_checkpoints(folder)))[KEEP_CHECKPOINTS:]:
-                shutil.rmtree(old, ignore_errors=True)  # a link stays
+            with contextlib.suppress(OSError):  # What cannot be read is not deleted.
+                for old in list(filter(is_complete, run_checkpoints(folder)))[KEEP_CHECKPOINTS:]:
+                    shutil.rmtree(old, ignore_errors=True)  # a link stays
     print0(f"saved {path}")
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
     """The newest complete checkpoint of a run; None if nothing is lost when the run begins anew."""
-    paths = run_checkpoints(run_folder)
-    for path in paths:
-        if is_complete(path):
-            return path
-        print0(f"passed over {path}: files are missing or damaged")
-    summary = run_folder / "summary.json"
-    if paths or (summary.exists() and read_json(summary)["status"] != "failed"):
-        raise UserError(f"{run_folder} has no complete checkpoint: choose another --run-name")
+    with attempt(f"read the checkpoints of {run_folder}"):
+        paths = run_checkpoints(run_folder)
+        for path in paths:
+            if is_complete(path):
+                return path
+            print0(f"passed over {path}: files are missing or damaged")
+        summary = run_folder / "summary.json"
+        if paths or (summary.exists() and read_json(summary)["status"] != "failed"):
+            raise UserError(
+                f"--resume auto: {run_folder} has results, but no complete checkpoint. To keep "
+                "them, choose another --run-name. To begin anew, delete the folder"
+            )
     return None
 
 
@@ -2633,10 +2882,7 @@ def load_checkpoint(path: Path, checkpointed: dict, args) -> TrainState:
 
 def main():
     sys.path.append(os.getcwd())  # find modules of the user in the working directory, too
-    args = tyro.cli(
-        Args,
-        console_outputs=RANK == 0,
-    )
+    args = tyro.cli(Args, description=Args.__doc__, console_outputs=RANK == 0)
     try:
         train(args)
     except UserError as error:
