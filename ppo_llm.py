@@ -2065,7 +2065,8 @@ def sampler_tolerance(args) -> float:
     Seen in float32: up to 1e-6. In bfloat16: up to 0.03 with pretrained models, 0.05 with random
     ones. A log-prob that is shifted by one token is off by 0.9.
     """
-    return 0.1 if args.dtype == "bfloat16" else 1e-4
+    tolerance = 0.1 if args.dtype == "bfloat16" else 1e-4
+    return tolerance / min(1.0, args.temperature)  # Log-probs are divided by it.
 
 
 def diagnose_ratio(actor, experience, steps, early_stop, relative_update, plan, state, args):
@@ -2078,7 +2079,8 @@ def diagnose_ratio(actor, experience, steps, early_stop, relative_update, plan, 
     measured = steps or [early_stop or {"ratio_dev": 0.0}]
     first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch
     exact = measured[: plan.minibatches] if plan.minibatches > 1 else measured
-    moved = not max(step["ratio_dev"] for step in exact) <= 2 * max(first_dev, 1e-7)  # or is NaN
+    largest_dev = max(step["ratio_dev"] for step in exact)
+    moved = not (first_dev <= 1e-6 and largest_dev <= 2 * max(first_dev, 1e-7))  # also if NaN
     taken = [step for step in steps if not step["skipped"]]
     lr = steps[-1]["lr"] if steps else 0.0
     bf16 = args.dtype == "bfloat16"  # The sampler then shows no small changes of the weights.
@@ -2087,7 +2089,7 @@ def diagnose_ratio(actor, experience, steps, early_stop, relative_update, plan, 
     causes = {  # The first that holds is reported. Those below None are of a ratio that stays at 1.
         "critic_warmup": state.iteration < args.critic_warmup_iterations,
         "empty_mask": not experience.mask.any(),
-        "forward_mismatch": args.recompute_old_logprobs and not first_dev <= 1e-6,
+        "forward_mismatch": args.recompute_old_logprobs and first_dev > 1e-6,
         "kl_early_stop": early_stop and not moved,
         "no_step": not steps,
         "steps_skipped": not taken,
@@ -2123,7 +2125,7 @@ def check_first_minibatch(metrics: dict, actor_steps, critic_steps, state):
             "the first ratio of the run is not 1: |ratio - 1| is "
             f"{metrics['ratio/first_dev']:.2g} on average: {ADVICE['forward_mismatch']}"
         )
-    if not metrics["critic/first_dev"] <= 1e-6 and state.critic_steps == len(critic_steps):
+    if metrics["critic/first_dev"] > 1e-6 and state.critic_steps == len(critic_steps):
         raise UserError(
             "the first values of the critic are not those of the experience, but "
             f"{metrics['critic/first_dev']:.2g} away on average: {CRITIC_ADVICE}"
@@ -2153,9 +2155,9 @@ def find_mistakes(metrics: dict, args) -> Iterator[str]:
         yield f"  ratio: {cause}: {ADVICE[cause]}"
     if metrics.get("critic/skipped"):
         yield "  critic: steps are skipped, since gradients are not finite"
-    if not metrics["critic/first_dev"] <= 1e-6:
+    if metrics["critic/first_dev"] > 1e-6:
         yield f"  critic: its first values are not those of the experience: {CRITIC_ADVICE}"
-    if not metrics["debug/sampler_trainer_logprob_diff"] <= sampler_tolerance(args):
+    if metrics["debug/sampler_trainer_logprob_diff"] > sampler_tolerance(args):
         yield (
             "  sampler: its log-probs differ from those of the actor by more than rounding explains "
             "(debug/sampler_trainer_logprob_diff): does it have the actor's weights and temperature?"
