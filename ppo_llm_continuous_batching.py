@@ -2235,10 +2235,12 @@ def find_mistakes(metrics: dict, args) -> Iterator[str]:
         yield "  critic: steps are skipped, since gradients are not finite"
     if metrics["critic/first_dev"] > 1e-6:
         yield f"  critic: its first values are not those of the experience: {CRITIC_ADVICE}"
-    if metrics["debug/sampler_trainer_logprob_diff"] > sampler_tolerance(args):
+    # With --no-recompute-old-logprobs the sampler's log-probs are the old ones.
+    gap = "debug/sampler_trainer_logprob_diff" if args.recompute_old_logprobs else "ratio/first_dev"
+    if metrics[gap] > sampler_tolerance(args):
         yield (
-            "  sampler: its log-probs differ from the actor's by more than rounding explains: does it "
-            "have the actor's weights and temperature? See debug/sampler_trainer_logprob_diff"
+            "  sampler: its log-probs differ from the actor's by more than rounding explains "
+            f"({gap}): does it have the actor's weights and temperature?"
         )
 
 
@@ -2873,7 +2875,7 @@ def is_complete(path: Path) -> bool:
         for name in read_json(path / "state.json")["files"]:
             safetensors.safe_open(path / name, "pt")
         return True
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         raise
