@@ -1,8 +1,8 @@
 r"""PPO for language models, in one file and in plain PyTorch, with continuous batching.
 
-This is ppo_llm.py with a different section 5. There, samples are decoded in waves, and a wave lasts
-as long as its longest sample; here, a row takes the next sample when its own ends. Flags, samples
-and results are the same.
+This is ppo_llm.py with a different section 5. ppo_llm.py decodes samples in waves, and a wave lasts
+as long as its longest sample. Here a row takes the next sample as soon as its own has ended. Flags,
+samples and results are the same.
 
     python ppo_llm_continuous_batching.py --rollout-slots 128
 
@@ -894,23 +894,23 @@ def wait_for_any(calls):
 
 @torch.no_grad()
 def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> list[Episode]:
-    """An Episode for each of `seeds` [N], as many at a time as there are environments.
+    """Play this rank's share: an episode for each of `seeds`, one at a time per environment.
 
-    `sample_ids` [N], the indices of the episodes among those of all ranks, and `iteration`, which
-    is negative in evaluations, choose the sampling noise.
+    The sampling noise depends on `iteration`, which is negative in evaluations, and on
+    `sample_ids`, the positions of these episodes in the list of all ranks.
     """
     keys = sample_keys(args.seed, iteration, sample_ids).tolist()
     episodes = [Episode(seed, key) for seed, key in zip(seeds, keys)]
     waiting = iter(episodes)
-    # More environments like those that gym.make has made.
+    # Make more environments like those that gym.make has made.
     while envs[0].spec and len(envs) < ENVS_PER_ROW * len(decoder.alive):
         envs.append(gym.make(envs[0].spec))
-    set_up_thread(gradients=False)  # their code may have changed something
+    set_up_thread(gradients=False)  # Their code may have changed something.
     slots = Slots(decoder, args)
     players = [play_row(env, waiting, tokenizer, args) for env in envs]
     call = env_threads().apply_async
-    calls = {player: call(next, (player,)) for player in players}  # on threads
-    ready = []  # (player, episode) whose turn can begin
+    calls = {player: call(next, (player,)) for player in players}  # They run on threads.
+    ready = []  # pairs (player, episode) whose turn can begin
     bar = progress_bar(total=len(episodes), desc="episodes")
     while calls or ready or slots.playing:
         if not ready and not slots.playing:
@@ -919,7 +919,7 @@ def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> lis
             episode = calls.pop(player).get()
             if episode:
                 ready.append((player, episode))
-        # A prefill takes about as long for several texts as for one: wait for several, unless a
+        # A prefill takes about as long for several texts as for one. So wait for several, unless a
         # row is idle and no other text is on its way.
         idle = not calls and len(slots.playing) < len(decoder.alive)
         if ready and (idle or 4 * len(ready) >= len(slots.playing)):
