@@ -391,9 +391,9 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         # FORK: choice of prompts. The environment derives a prompt from a seed. All ranks need the
         # same seeds: compute them from args, `state` and random.Random(a function of args.seed and
         # state.iteration). Keep what must survive a resume in `TrainState`, not in a variable from
-        # before the loop. In Prompts-v0 and GSM8K-v0 a seed below the number of lines of the file
-        # gives the prompt of that index.
-        first = first_training_seed(args) + state.prompts
+        # before the loop. In Prompts-v0 and GSM8K-v0 a seed below `num_prompts` gives the prompt of
+        # that index in the environment's `rows`.
+        first = first_training_seed(args, envs[0]) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
         episodes = play(decoder, tokenizer, envs, seeds, state.iteration, args)
@@ -483,13 +483,15 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         # FORK: memory across iterations. Add fields to `TrainState`, which is saved as JSON.
         # FORK: a reference that is renewed. Call copy_weights(actor, reference) every so often.
         clock.end("hand_over")
+        same_microbatches = trained is experience  # Those of a selection round differently.
         metrics = iteration_metrics(
             episodes, experience, actor_step_stats, critic_step_stats, evaluation, clock
         ) | diagnose_ratio(
-            actor, trained, actor_step_stats, early_stop, relative_update, plan, state, args
-        )
-        if trained is experience:  # The microbatches of a selection round differently.
-            check_first_minibatch(metrics, actor_step_stats, critic_step_stats, state)
+            actor, trained, actor_step_stats, early_stop, relative_update, same_microbatches,
+            state, args,
+        )  # fmt: skip
+        if same_microbatches:
+            check_first_minibatch(metrics, experience, actor_step_stats, critic_step_stats, state)
         # FORK: numbers of your own. Log them as in metrics["mine/number"] = float(...).
         run.log(metrics, episodes, experience)
         state.iteration += 1
@@ -502,6 +504,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
     save_hf_checkpoint(actor, tokenizer, run.path / "model")
     if critic:
         save_hf_checkpoint(critic, tokenizer, run.path / "critic")
+    stop.agree()
     if not stop.number:
         with stop.at_once():  # All is saved, so a signal may end the evaluation at once.
             run.summary["eval_after"] = evaluate_now(state.iteration, args)
@@ -1090,7 +1093,7 @@ def attend_cached(q, k, v, layer: int, context: Context) -> Tensor:
 
 
 def attend_to_lengths(q, k, v, context: Context) -> Tensor:
-    """q [B, Hkv, G, D]; k, v [B, Hkv, size, D] -> [B * Hkv, G, D]
+    """q [B, Hkv, G, D]; k, v [B, Hkv, size, D] -> [B * Hkv * G, 1, D]
 
     The kernel reads of each row what the row has, where a mask would make it read `n_visible`
     positions. Rows that are finished, at a position that is not visible, read one.
@@ -1394,7 +1397,8 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
     Logits are computed in chunks, and again in the backward pass: all of them would need more
     memory than the model.
     """
-    rows = max(1, (2**27 if hidden.is_cuda else 2**22) // len(weight))
+    logits = 2**22 if not hidden.is_cuda else 2**27 if compile == "on" else 2**26  # of a chunk
+    rows = max(1, logits // len(weight))
     rows -= len(hidden) % rows == 1  # For a chunk of one row torch.compile makes another graph.
     return ChunkedLogprobs.apply(hidden, weight, targets, temperature, rows, compile)
 
@@ -1806,7 +1810,7 @@ class Prompts(gym.Env):
     def __init__(self, path: str, reward: str | None = None):
         self.rows = load_rows(str(path), self.convert)
         self.num_prompts = len(self.rows)
-        self.reward_function = None
+        self.reward_function = None  # It takes the place of the method `reward`.
         if reward:
             with attempt(f"import the reward function {reward}", CodeError):
                 self.reward_function = pkgutil.resolve_name(reward)
@@ -1828,7 +1832,8 @@ class Prompts(gym.Env):
         return self.row["prompt"], self.row
 
     def step(self, response):
-        reward = self.reward(self.row["prompt"], response, row=self.row)
+        reward_function = self.reward_function or self.reward
+        reward = reward_function(self.row["prompt"], response, row=self.row)
         if asyncio.iscoroutine(reward):
             reward = asyncio.run(reward)
         info = {}
@@ -1838,9 +1843,7 @@ class Prompts(gym.Env):
         return "", reward, True, False, info
 
     def reward(self, prompt, response, row):
-        if self.reward_function is None:
-            return 0.0  # for runs in which a reward model gives all rewards
-        return self.reward_function(prompt, response, row=row)
+        return 0.0  # for runs in which a reward model gives all rewards
 
 
 def parse_number(text: str) -> float | None:
@@ -2130,8 +2133,7 @@ ADVICE = {  # by the cause of a ratio that stays at 1, or does not begin there
     "critic_warmup": "see --critic-warmup-iterations",
     "empty_mask": "no token is trained on: check --max-new-tokens, the mask, the choice of samples "
     "and rewards of None",
-    "forward_mismatch": "dropout? shifted mask? another temperature? samples of an earlier policy? "
-    "A choice of samples alone changes the ratio by rounding, in bfloat16 by some 0.05",
+    "forward_mismatch": "dropout? shifted mask? another temperature? samples of an earlier policy?",
     "kl_early_stop": "raise --target-kl or lower --actor-lr",
     "no_step": "no step was made: were there minibatches?",
     "steps_skipped": "gradients are not finite: large rewards? NaN in log-probs?",
@@ -2142,7 +2144,8 @@ ADVICE = {  # by the cause of a ratio that stays at 1, or does not begin there
     "no_grad_to_actor": "detached log-probs or frozen parameters",
     "optimizer_noop": "the optimizer does not hold the actor's parameters",
     "lr_or_clip_too_small": "raise --actor-lr or --max-grad-norm",
-    "old_logprob_recomputed": "record them once, before the first update",
+    "old_logprob_recomputed": "record them once, before the first update. In bfloat16 a forward pass "
+    "that runs a stale copy of the model looks the same",
     "forward_ignores_update": "the forward pass runs a stale copy of the model",
 }
 
@@ -2157,27 +2160,32 @@ def sampler_tolerance(args) -> float:
     return tolerance / min(1.0, args.temperature)  # Log-probs are divided by it.
 
 
-def diagnose_ratio(actor, experience, steps, early_stop, relative_update, plan, state, args):
+def diagnose_ratio(
+    actor, experience, steps, early_stop, relative_update, same_microbatches, state, args
+) -> dict:
     """The metrics ratio/...: how far the ratio was from 1 and, if it stayed there, why.
 
-    The ratio of the first minibatch is exactly 1, since old log-probs are computed in the
-    microbatches of the first epoch. So is, in every precision, the ratio of the others until a step
-    changes the actor. In later epochs, with other microbatches, rounding moves it as well.
+    If the updates use the `same_microbatches` as make_experience, the ratio of the first minibatch
+    is exactly 1. So is, in every precision, that of the other minibatches of the first epoch, until
+    a step changes the actor. In later epochs rounding moves it as well.
     """
     measured = steps or [early_stop or {"ratio_dev": 0.0}]
     first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch
-    exact = measured[: plan.minibatches] if plan.minibatches > 1 else measured
-    largest_dev = max(step["ratio_dev"] for step in exact)
-    moved = not (first_dev <= 1e-6 and largest_dev <= 2 * max(first_dev, 1e-7))  # also if NaN
+    first_epoch = len(minibatch_rows(experience, 0, state, args))  # number of its minibatches
+    seen = measured[:first_epoch] if first_epoch > 1 else measured
     taken = [step for step in steps if not step["skipped"]]
     lr = steps[-1]["lr"] if steps else 0.0
     bf16 = args.dtype == "bfloat16"  # The sampler then shows no small changes of the weights.
+    tolerance = sampler_tolerance(args)
     sampler_dev = (experience.sampler_logprobs - experience.old_logprobs).abs()
-    sampler_agrees = masked_mean(sampler_dev, experience.mask) < sampler_tolerance(args)
+    sampler_dev = float(masked_mean(sampler_dev, experience.mask))
+    rounding = max(first_dev, 1e-7, 0.0 if bf16 else min(sampler_dev, tolerance))
+    moved = not all(step["ratio_dev"] <= 2 * rounding for step in seen)  # NaN counts as moved.
     causes = {  # The first that holds is reported. Those below None are of a ratio that stays at 1.
         "critic_warmup": state.iteration < args.critic_warmup_iterations,
         "empty_mask": not experience.mask.any(),
-        "forward_mismatch": args.recompute_old_logprobs and first_dev > 1e-6,
+        "forward_mismatch": args.recompute_old_logprobs
+        and first_dev > (1e-6 if same_microbatches else tolerance),
         "kl_early_stop": early_stop and not moved,
         "no_step": not steps,
         "steps_skipped": not taken,
@@ -2186,11 +2194,11 @@ def diagnose_ratio(actor, experience, steps, early_stop, relative_update, plan, 
         "advantage_zero": experience.advantage_std < 1e-6,
         "no_grad_to_actor": all(step["grad_norm"] == 0 for step in taken),
         "optimizer_noop": relative_update == 0 and lr > (1e-7 if bf16 else 1e-10),
+        "one_update_by_design": len(steps) == 1 and relative_update > 0,
         "lr_or_clip_too_small": relative_update < (1e-4 if bf16 else 1e-6),
         # After an earlier update the sampler, a copy of the actor, shows what the forward ignores.
-        "forward_ignores_update": not sampler_agrees,
-        "one_update_by_design": len(steps) == 1,
-        "old_logprob_recomputed": state.actor_steps > len(steps),
+        "forward_ignores_update": sampler_dev > tolerance,
+        "old_logprob_recomputed": args.recompute_old_logprobs and state.actor_steps > len(steps),
     }
     return {
         "ratio/first_dev": first_dev,
@@ -2202,7 +2210,7 @@ def diagnose_ratio(actor, experience, steps, early_stop, relative_update, plan, 
     }
 
 
-def check_first_minibatch(metrics: dict, actor_step_stats, critic_step_stats, state):
+def check_first_minibatch(metrics, experience, actor_step_stats, critic_step_stats, state):
     """Raise UserError if the run begins with a ratio that is not 1, or a value that is not the old.
 
     Old log-probs and values are computed by the same weights in the same microbatches. They differ
@@ -2215,7 +2223,7 @@ def check_first_minibatch(metrics: dict, actor_step_stats, critic_step_stats, st
             f"{metrics['ratio/first_dev']:.2g} on average: {ADVICE['forward_mismatch']}"
         )
     is_first = state.critic_steps == len(critic_step_stats)
-    if is_first and metrics["critic/first_dev"] > 1e-6:
+    if is_first and metrics["critic/first_dev"] > value_tolerance(experience):
         raise UserError(
             "the first values of the critic are not those of the experience, but "
             f"{metrics['critic/first_dev']:.2g} away on average: {CRITIC_ADVICE}"
@@ -2223,6 +2231,11 @@ def check_first_minibatch(metrics: dict, actor_step_stats, critic_step_stats, st
 
 
 CRITIC_ADVICE = "does make_experience change them, or do the updates run another forward pass?"
+
+
+def value_tolerance(experience: Experience) -> float:
+    """Mean distance of the first values from the old ones that rounding explains."""
+    return 1e-6 * max(1.0, float(experience.values.abs().max()))
 
 
 def some_weights(model: Transformer) -> Tensor:
@@ -2238,14 +2251,14 @@ def hand_over(actor: Transformer, sampler: Transformer) -> float:
     return float((after - before).double().norm() / after.double().norm())
 
 
-def find_mistakes(metrics: dict, args) -> Iterator[str]:
+def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
     """Warnings, to be printed once in a run."""
     cause = metrics["ratio/diagnosis"]
     if cause:
         yield f"  ratio: {cause}: {ADVICE[cause]}"
     if metrics.get("critic/skipped"):
         yield "  critic: steps are skipped, since gradients are not finite"
-    if metrics["critic/first_dev"] > 1e-6:
+    if metrics["critic/first_dev"] > value_tolerance(experience):
         yield f"  critic: its first values are not those of the experience: {CRITIC_ADVICE}"
     # With --no-recompute-old-logprobs the sampler's log-probs are the old ones.
     gap = "debug/sampler_trainer_logprob_diff" if args.recompute_old_logprobs else "ratio/first_dev"
@@ -2651,9 +2664,13 @@ def make_optimizer(model: Transformer) -> torch.optim.AdamW:
     return optimizer
 
 
-def first_training_seed(args) -> int:
-    """The environment's seed for the first training prompt, far from those of evaluations."""
-    return random.Random(args.seed).randrange(FIRST_TRAINING_SEED, 2**31)
+def first_training_seed(args, env: gym.Env) -> int:
+    """The environment's seed for the first training prompt, far from those of evaluations.
+
+    It is a multiple of the number of prompts, if the environment knows it: a pass begins there.
+    """
+    n = getattr(env.unwrapped, "num_prompts", 1)
+    return round_up(random.Random(args.seed).randrange(FIRST_TRAINING_SEED, 2**31), n)
 
 
 SFT_BATCH_SIZE = 256  # demonstrations per step
@@ -2661,7 +2678,7 @@ SFT_BATCH_SIZE = 256  # demonstrations per step
 
 def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
     """Supervised steps on the environment's demonstrations of the first training prompts."""
-    first = first_training_seed(args)
+    first = first_training_seed(args, env)
     if args.sft_steps == 0:
         return
     if "demonstration" not in env_reset(env, first)[1]:
@@ -2725,7 +2742,6 @@ class StopSignals:
     def __init__(self):
         self.received = 0  # the signal that this rank has received
         self.number = 0  # the signal that any rank had received when `agree` was called
-        self.interrupted = False  # by Ctrl-C
         self.immediate = False
         self.restore = contextlib.ExitStack()  # At its end the earlier handlers return.
 
@@ -2740,11 +2756,10 @@ class StopSignals:
         )
 
     def receive(self, number: int, frame):
-        # A rank receives one Ctrl-C twice: as SIGINT and, from torchrun, as SIGTERM.
-        is_second = number == signal.SIGINT and self.interrupted
-        self.interrupted |= number == signal.SIGINT
         self.received = number
-        if self.immediate or is_second:
+        if number == signal.SIGINT:  # The second one stops at once.
+            signal.signal(number, signal.default_int_handler)
+        if self.immediate:
             self.immediate = False
             raise KeyboardInterrupt
         with contextlib.suppress(OSError):  # stderr may be closed.
@@ -2753,8 +2768,8 @@ class StopSignals:
     @contextlib.contextmanager
     def at_once(self):
         """Within this context a signal ends the context. `number` then has it."""
-        self.immediate = True
         try:
+            self.immediate = True
             yield
         except KeyboardInterrupt:
             self.number = self.received
@@ -2842,7 +2857,7 @@ class Run:
             f"explained {metrics['critic/explained_variance']:.2f}, "
             f"{metrics['time/iteration']:.2f} s"
         )
-        for text in find_mistakes(metrics, self.args):
+        for text in find_mistakes(metrics, experience, self.args):
             self.print_once(text)
 
     def append(self, name: str, row: dict):
@@ -2885,7 +2900,8 @@ def is_complete(path: Path) -> bool:
     """
     try:
         for name in read_json(path / "state.json")["files"]:
-            safetensors.safe_open(path / name, "pt")
+            with open(path / name, "rb"):  # safe_open calls a file that it cannot open missing.
+                safetensors.safe_open(path / name, "pt")
         return True
     except (FileNotFoundError, NotADirectoryError):
         return False
