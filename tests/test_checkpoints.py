@@ -113,8 +113,8 @@ def test_a_run_resumed_with_other_sizes_goes_on_with_its_prompts_and_schedules(p
     assert seeds == list(range(first, first + 2 * 8 + (N - 2) * flags["rollout_batch_size"]))
     rate = lambda progress: pytest.approx(1e-3 * (1 - 0.8 * progress))
     for i, row in list(enumerate(lines(tmp_path / "run")))[2:]:
-        steps, plan = row["ratio/steps"], ppo.Plan(ppo.complete(ppo.Args(**flags)))
-        rates = [rate((i - warmup + step / plan.actor_steps) / (N - warmup)) for step in range(plan.actor_steps)]
+        steps, plan = row["ratio/steps"], ppo.plan_steps(ppo.complete(ppo.Args(**flags)))
+        rates = [rate((i - warmup + step / plan.update_steps) / (N - warmup)) for step in range(plan.update_steps)]
         assert [step["lr"] for step in steps] == rates
         assert row["critic/lr"] == rate((i + (plan.critic_steps - 1) / plan.critic_steps / 2) / N)  # the mean
 
@@ -286,7 +286,6 @@ def test_a_second_ctrl_c_stops_at_once(ppo):
         stop.catch()
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -294,7 +293,7 @@ def test_a_second_ctrl_c_stops_at_once(ppo):
 def test_a_finished_run_without_checkpoints_is_not_begun_anew(ppo, tmp_path):
     train(ppo, tmp_path, save_every=0)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with pytest.raises(ppo.UserError, match="has no complete checkpoint: choose another --run-name"):
+    with pytest.raises(ppo.UserError, match="has results, but no complete checkpoint. To keep them, choose another --run-name"):
         train(ppo, tmp_path, save_every=0, resume="auto")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 

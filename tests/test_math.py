@@ -202,7 +202,9 @@ def test_the_output_one_earlier_predicts_a_sampled_token_and_values_its_state(pp
     values = lambda mb: critic.sampled_values(mb)
     args = ppo.Args(micro_batch_tokens=20, device="cpu", compile="off")
     for function, correct in zip((logprobs, entropies, values), expected, strict=True):
-        close(ppo.forward_all(function, e, args), correct, 1e-5)
+        for minibatches in [torch.arange(5)], [torch.tensor([2, 0]), torch.tensor([4, 1, 3])]:
+            close(ppo.forward_all(function, e, minibatches, args), correct, 1e-5)
+        assert not ppo.forward_all(function, e, [torch.tensor([0, 1])], args)[2:].any()
         mb = e.microbatch(torch.arange(5), "cpu")
         assert len(mb.packing.place) == mb.packing.starts[-1] == e.lengths.sum()
         for name in ("position", "place", "sampled"):
@@ -214,7 +216,8 @@ def test_the_output_one_earlier_predicts_a_sampled_token_and_values_its_state(pp
 def test_gradients_do_not_depend_on_microbatches_padding_order_or_garbage(ppo, head):
     model, e = tiny_model(ppo, head), tiny_experience(ppo)
     new = {"lm": lambda mb: model.sampled_logprobs(mb, 0.8)[0], "scalar": lambda mb: model.sampled_values(mb)}
-    old = ppo.forward_all(new[head], e, ppo.Args(device="cpu", compile="off")) + 0.1 * torch.randn(5, 12)
+    old = ppo.forward_all(new[head], e, [torch.arange(5)], ppo.Args(device="cpu", compile="off"))
+    old += 0.1 * torch.randn(5, 12)
     e = dataclasses.replace(e, old_logprobs=old, values=old, advantages=torch.randn(5, 12), returns=torch.randn(5, 12))
 
     def gradient(e, budget):
