@@ -2224,10 +2224,13 @@ def find_mistakes(metrics: dict, args) -> Iterator[str]:
         yield "  critic: steps are skipped, since gradients are not finite"
     if metrics["critic/first_dev"] > 1e-6:
         yield f"  critic: its first values are not those of the experience: {CRITIC_ADVICE}"
-    if metrics["debug/sampler_trainer_logprob_diff"] > sampler_tolerance(args):
+    gap = "debug/sampler_trainer_logprob_diff"
+    if not args.recompute_old_logprobs:  # This is 0, since the sampler's are the old log-probs.
+        gap = "ratio/first_dev"
+    if metrics[gap] > sampler_tolerance(args):
         yield (
             "  sampler: its log-probs differ from those of the actor by more than rounding explains "
-            "(debug/sampler_trainer_logprob_diff): does it have the actor's weights and temperature?"
+            f"({gap}): does it have the actor's weights and temperature?"
         )
 
 
@@ -2859,7 +2862,7 @@ def is_complete(path: Path) -> bool:
         for name in read_json(path / "state.json")["files"]:
             safetensors.safe_open(path / name, "pt")
         return True
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         raise
