@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs, on the simulated device: `python decode_graphs.py SCRIPT`.
 
-Rollouts by graphs must be those of the CPU, and the graphs must use no memory but that of weights, cache, rows and
-their own: what lies elsewhere is not the same in the next replay.
+Rollouts by graphs must be those of the CPU or, in bfloat16, where attention is by lengths, those of steps without
+graphs. The graphs must use no memory but that of weights, cache, rows and their own: what lies elsewhere is not the
+same in the next replay.
 """
 
 import importlib
@@ -21,21 +22,21 @@ ppo.Decoder.step = simulated_cuda.counted(ppo.Decoder.step)
 
 def addresses(decoder):
     """(first, end) of the memory that graphs may use."""
-    own = [x for x in (decoder.cache.rows, *vars(decoder).values()) if isinstance(x, torch.Tensor)]
+    own = [x for x in (*vars(decoder.cache).values(), *vars(decoder).values()) if isinstance(x, torch.Tensor)]
     layers = [x for layer in decoder.cache.layers for x in layer]
     memory = [*decoder.sampler.parameters(), *decoder.sampler.buffers(), *layers, *own]
     return [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in memory]
 
 
 @torch.no_grad()
-def rollouts(device, compile):
+def rollouts(device, compile, dtype):
     """By one decoder, sampled and greedily, of turns of 1 to 40 tokens; the weights change in between.
 
     Returns the episodes of each, the graphs and the memory that they may use.
     """
     torch.manual_seed(0)
     tokenizer = ppo.HFTokenizer.from_texts([ALPHABET])
-    sampler = random_model(ppo, tokenizer, num_hidden_layers=1).to(device)
+    sampler = random_model(ppo, tokenizer, num_hidden_layers=1).to(device, dtype)
     args = ppo.Args(max_prompt_tokens=8, max_new_tokens=40, rollout_slots=3, device=device, compile=compile)
     decoder = ppo.Decoder(sampler, 3, tokenizer.stop_ids, args)
     memory, played = addresses(decoder), []
@@ -47,14 +48,16 @@ def rollouts(device, compile):
     return played, decoder.graphs, memory
 
 
-expected, *_ = rollouts("cpu", "off")
-simulated_cuda.calls.clear()
-played, graphs, memory = rollouts("cuda", "on")
-for episodes, others in zip(played, expected, strict=True):
-    assert_same(episodes, others)
-for graph in graphs.values():
-    for address in graph.outside:
-        assert any(start <= address < end for start, end in memory), "memory that nobody keeps"
-# Of 32 positions and of all, for every temperature; all steps but the first of each are replays.
-assert len(graphs) == 2
-assert simulated_cuda.calls["replay"] == simulated_cuda.calls["Decoder.step"] - 2 > 100
+for dtype, other in (torch.float32, "cpu"), (torch.bfloat16, "cuda"):
+    expected, *_ = rollouts(other, "off", dtype)
+    simulated_cuda.calls.clear()
+    played, graphs, memory = rollouts("cuda", "on", dtype)
+    for episodes, others in zip(played, expected, strict=True):
+        assert_same(episodes, others)
+    for graph in graphs.values():
+        for address in graph.outside:
+            assert any(start <= address < end for start, end in memory), "memory that nobody keeps"
+    # Of 32 positions and of all, for every temperature; all steps but the first of each are replays.
+    assert len(graphs) == 2
+    assert simulated_cuda.calls["replay"] == simulated_cuda.calls["Decoder.step"] - 2 > 100
+    assert (simulated_cuda.calls["aten::_flash_attention_forward"] > 0) == (dtype == torch.bfloat16)

@@ -81,7 +81,8 @@ def test_help_shows_the_defaults_that_depend_on_the_model(ppo, capsys):
         main(ppo)
     text = " ".join(capsys.readouterr().out.split())
     for without, with_model in ppo.DEFAULTS.values():
-        assert f"default {without:g}, with --model {with_model:g}".replace("e-0", "e-").replace("0.0005", "5e-4") in text
+        shown = f"default {without:g}, with --model {with_model:g}"
+        assert shown.replace("e-0", "e-").replace("0.0005", "5e-4") in text
 
 
 def test_ctrl_c_is_no_error_of_the_user(ppo):

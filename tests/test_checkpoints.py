@@ -293,7 +293,7 @@ def test_a_second_ctrl_c_stops_at_once(ppo):
 def test_a_finished_run_without_checkpoints_is_not_begun_anew(ppo, tmp_path):
     train(ppo, tmp_path, save_every=0)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with pytest.raises(ppo.UserError, match="has results, but no complete checkpoint. To keep them, choose another --run-name"):
+    with pytest.raises(ppo.UserError, match="run has results, but no complete checkpoint"):
         train(ppo, tmp_path, save_every=0, resume="auto")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 

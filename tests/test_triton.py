@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.shared, simulated, needs_triton]
 def random_model(ppo, device, dtype, layers, size):
     names = "hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size".split()
     config = Qwen2Config(num_hidden_layers=layers, tie_word_embeddings=True, **dict(zip(names, size, strict=True)))
-    args = types.SimpleNamespace(device=device, dtype=dtype)
+    args = ppo.Args(device=device, dtype=dtype, compile="off")
     model = ppo.build_model(ppo.check_config(config), "lm", args, sampler=True)
     torch.manual_seed(0)
     for p in model.parameters():
