@@ -1,8 +1,7 @@
 """Decode steps as CUDA graphs, on the simulated device: `python decode_graphs.py SCRIPT`.
 
-Rollouts by graphs must be those of the CPU or, in bfloat16, where attention is by lengths, those of steps without
-graphs. The graphs must use no memory but that of weights, cache, rows and their own: what lies elsewhere is not the
-same in the next replay.
+Rollouts by graphs must be those of the CPU, with attention by a mask and by lengths, as in bfloat16. The graphs must
+use no memory but that of weights, cache, rows and their own: what lies elsewhere is not the same in the next replay.
 """
 
 import importlib
@@ -29,14 +28,14 @@ def addresses(decoder):
 
 
 @torch.no_grad()
-def rollouts(device, compile, dtype):
+def rollouts(device, compile):
     """By one decoder, sampled and greedily, of turns of 1 to 40 tokens; the weights change in between.
 
     Returns the episodes of each, the graphs and the memory that they may use.
     """
     torch.manual_seed(0)
     tokenizer = ppo.HFTokenizer.from_texts([ALPHABET])
-    sampler = random_model(ppo, tokenizer, num_hidden_layers=1).to(device, dtype)
+    sampler = random_model(ppo, tokenizer, num_hidden_layers=1).to(device)
     args = ppo.Args(max_prompt_tokens=8, max_new_tokens=40, rollout_slots=3, device=device, compile=compile)
     decoder = ppo.Decoder(sampler, 3, tokenizer.stop_ids, args)
     memory, played = addresses(decoder), []
@@ -48,10 +47,11 @@ def rollouts(device, compile, dtype):
     return played, decoder.graphs, memory
 
 
-for dtype, other in (torch.float32, "cpu"), (torch.bfloat16, "cuda"):
-    expected, *_ = rollouts(other, "off", dtype)
+expected, *_ = rollouts("cpu", "off")
+for by_lengths in (False, True):
+    ppo.has_varlen = lambda x, by_lengths=by_lengths: by_lengths and x.is_cuda
     simulated_cuda.calls.clear()
-    played, graphs, memory = rollouts("cuda", "on", dtype)
+    played, graphs, memory = rollouts("cuda", "on")
     for episodes, others in zip(played, expected, strict=True):
         assert_same(episodes, others)
     for graph in graphs.values():
@@ -60,4 +60,4 @@ for dtype, other in (torch.float32, "cpu"), (torch.bfloat16, "cuda"):
     # Of 32 positions and of all, for every temperature; all steps but the first of each are replays.
     assert len(graphs) == 2
     assert simulated_cuda.calls["replay"] == simulated_cuda.calls["Decoder.step"] - 2 > 100
-    assert (simulated_cuda.calls["aten::_flash_attention_forward"] > 0) == (dtype == torch.bfloat16)
+    assert (simulated_cuda.calls["aten::_flash_attention_forward"] > 0) == by_lengths

@@ -89,6 +89,10 @@ def test_policy_loss_equals_a_loop_over_tokens(ppo, low, high, dual):
     for name, value in (stats | {"loss": loss}).items():
         close(value, sums[name] / 99, 1e-5)
     assert 0 < stats["clipfrac"] < 1
+    with pytest.raises(TypeError, match="of the whole minibatch, an int"):
+        ppo.policy_loss(logprobs, old, advantages, mask, low, high, dual, mask.sum())
+    with pytest.raises(TypeError, match="of the whole minibatch, an int"):
+        ppo.value_loss(logprobs, old, advantages, mask, None, mask.sum())
 
 
 def test_the_clip_stops_gradients_where_the_paper_says(ppo):
@@ -160,13 +164,14 @@ def test_token_logprobs_equals_full_logits_with_gradients_and_never_holds_them(p
 
 
 def test_token_logprobs_of_bfloat16_round_no_more_than_the_whole_product(ppo):
-    """Softmax and the sum over the chunks are in float32: 4 chunks of 16 tokens."""
+    """Logits, softmax and the sum over the chunks are in float32: 4 chunks of 16 tokens."""
     hidden, weight = torch.randn(64, 4).bfloat16(), torch.randn(2**18, 4).bfloat16()
     rest = torch.randint(8, (64,)), 1.0
     exact, _ = with_gradients(full_logprobs, hidden.float(), weight.float(), *rest)
     (ours, _), (whole, _) = (with_gradients(f, hidden, weight, *rest) for f in (ppo.token_logprobs, full_logprobs))
     for x, y, z in zip(ours, whole, exact, strict=True):
         assert (x - z).norm() <= 1.1 * (y - z).norm()
+    close(torch.stack(ours[:2]), torch.stack(exact[:2]), 1e-4)
     assert ours[0].dtype == torch.float32 and ours[3].dtype == torch.bfloat16
 
 

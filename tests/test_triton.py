@@ -111,7 +111,7 @@ def test_an_iteration_of_a_sharded_rank(ppo, tmp_path):
     simulate(ppo, tmp_path, runs, ranks=1, machinery=DEVICELESS)
     assert_same_metrics(lines(tmp_path / "float"), lines(tmp_path / "cpu"), 1e-4)
     [row] = lines(tmp_path / "half")
-    assert row["ratio/first_dev"] == 0 and row["ratio/last_dev"] > 0.001
+    assert row["ratio/first_dev"] == row["critic/first_dev"] == 0 and row["ratio/last_dev"] > 0.001
 
 
 @pytest.mark.parametrize(("arch", "shapes", "graphs", "stack"), [(90, SHAPES, 7, 32), (80, SHAPES[:1], 3, 40)])
