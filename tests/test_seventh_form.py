@@ -620,9 +620,148 @@ def test_a_tensor_as_denominator_is_refused(ppo):
 def test_a_ratio_that_stays_at_1_is_named_in_bfloat16_too(ppo, tmp_path, name):
     """Although rounding moves it in the second epoch, whose microbatches are others."""
     flags, cause, *fault = FAULTS[name]
-    flags = flags | dict(dtype="bfloat16", compile="off", micro_batch_tokens=40) | (
-        dict(actor_lr=1e-12) if "actor_lr" in flags else {})
+    flags = RAGGED | flags | dict(dtype="bfloat16", compile="off") | (dict(actor_lr=1e-12) if "actor_lr" in flags else {})
     seen = broken(ppo, tmp_path, flags, *fault)
     assert len(seen.rows[1]["ratio/steps"]) == 4 and seen.rows[1].get("ratio/diagnosis") == cause
     if name in ("tiny learning rate", "gradient of 0"):
         assert seen.rows[0]["ratio/diagnosis"] == cause and seen.rows[1]["ratio/steps"][-1]["ratio_dev"] > 1e-6
+
+
+# --- Flags that reach their user, what lasts longer than an iteration, and what scales
+
+
+def test_arguments_of_the_chat_template_reach_the_actor(ppo, tmp_path):
+    folder = hf_folder(tmp_path)
+    (folder / "chat_template.jinja").write_text(THINKS)
+    for kwargs, thinks in ("{}", True), ('{"enable_thinking": false}', False):
+        args = ppo.complete(ppo.Args(model=str(folder), chat_template_kwargs=kwargs, max_new_tokens=9, max_prompt_tokens=9))
+        tokenizer, _ = ppo.build_actor(args, None)
+        assert tokenizer.render(ppo.as_messages("a")).endswith("<think>\n\n</think>\n\n") != thinks
+
+
+def test_no_prompt_is_left_out_between_two_iterations(ppo, tmp_path):
+    seen = record(ppo, tmp_path, n_samples_per_prompt=4, rollout_batch_size=2, eval_episodes=0)
+    first = ppo.first_training_seed(ppo.Args())
+    expected = [[first + 2 * i + k for k in (0, 0, 0, 0, 1, 1, 1, 1)] for i in range(2)]
+    assert [call["seeds"] for call in seen.calls["play"]] == expected
+
+
+def test_the_kl_penalty_is_that_of_the_old_logprobs_at_the_temperature_of_the_rollout(ppo, tmp_path):
+    """The sampler's are made wrong by 0.1. At first the reference is the actor."""
+    add = lambda e: dataclasses.replace(e, logprobs=[x + 0.1 * sampled for x, sampled in zip(e.logprobs, e.mask)])
+    with mock.patch.object(ppo, "play", changed(ppo.play, lambda episodes: [*map(add, episodes)])):
+        seen = record(ppo, tmp_path, kl_coef=0.1, temperature=0.6, actor_lr=0.01)
+    assert abs(seen.rows[0]["objective/kl"]) < 1e-5 and abs(seen.rows[1]["objective/kl"]) > 1e-3
+    for call, e in zip(seen.calls["compute_gae"], seen.experiences, strict=True):
+        close(call["rewards"], e.rewards - 0.1 * (e.old_logprobs - e.ref_logprobs))
+
+
+def test_an_early_stop_ends_its_own_iteration_alone(ppo, tmp_path):
+    calls = []
+    large = lambda result: (result[0], result[1] | {"approx_kl": torch.tensor(float(calls.append(0) or len(calls) == 2))})
+    with mock.patch.object(ppo, "policy_loss", changed(ppo.policy_loss, large)):
+        seen = record(ppo, tmp_path, target_kl=0.5)
+    assert [len(row["ratio/steps"]) for row in seen.rows] == [1, 4]
+
+
+def test_one_skipped_step_of_several_is_no_diagnosis(ppo, tmp_path):
+    calls = []
+    spoil = lambda result: (result[0] * (math.nan if calls.append(0) or len(calls) == 2 else 1.0), result[1])
+    with mock.patch.object(ppo, "policy_loss", changed(ppo.policy_loss, spoil)):
+        seen = record(ppo, tmp_path)
+    assert [step["skipped"] for step in seen.rows[0]["ratio/steps"]] == [0, 1, 0, 0]
+    assert not any("ratio/diagnosis" in row for row in seen.rows)
+
+
+def test_the_name_of_a_run_is_that_of_rank_0(ppo, tmp_path):
+    broadcast = lambda names: names.__setitem__(0, "of rank 0")
+    with mock.patch.object(ppo, "RANK", 1), mock.patch.object(ppo.dist, "broadcast_object_list", broadcast):
+        run = ppo.Run(ppo.Args(log_dir=str(tmp_path)), ppo.TrainState())
+    assert run.path == tmp_path / "of rank 0" and not run.path.exists()
+
+
+def test_ranks_agree_on_a_signal_that_several_have_received(ppo):
+    """The exit code is 128 and its number."""
+    stop = ppo.StopSignals()
+    stop.received = signal.SIGTERM
+    two_ranks = lambda x, op=ppo.dist.ReduceOp.SUM: x.mul_(2) if op == ppo.dist.ReduceOp.SUM else x
+    with mock.patch.object(ppo.dist, "all_reduce", two_ranks):
+        stop.agree()
+    assert stop.number == signal.SIGTERM
+
+
+def test_rewards_of_a_hundredth_train_like_large_ones(ppo, tmp_path):
+    with mock.patch.object(ppo, "compute_gae", changed(ppo.compute_gae, lambda result: [0.01 * x for x in result])):
+        [e] = record(ppo, tmp_path, num_iterations=1).experiences
+    assert 1e-4 < e.advantage_std < 5e-3 and e.advantages[e.mask].std() == pytest.approx(1, rel=0.01)
+
+
+def test_whitening_keeps_a_small_deviation(ppo):
+    x, mask = 0.01 * torch.randn(9, 50), torch.rand(9, 50) < 0.5
+    assert ppo.masked_whiten(x, mask)[mask].std() == pytest.approx(1, rel=1e-3)
+
+
+def test_the_logged_deviation_of_advantages_is_over_the_mask(ppo, tmp_path):
+    seen = record(ppo, tmp_path)
+    for row, call in zip(seen.rows, seen.calls["compute_gae"], strict=True):
+        advantages = call["result"][0][call["mask"]]
+        assert row["ratio/advantage_std"] == pytest.approx(float(advantages.std()))
+
+
+def test_rewards_and_kl_are_logged_of_samples_with_a_reward(ppo, tmp_path):
+    """The first turn of the others gives half a point."""
+    seen = record(ppo, tmp_path, env_id="test_data:Unscored-v0", max_new_tokens=64, kl_coef=0.1, actor_lr=0.01)
+    for row, e, episodes in zip(seen.rows, seen.experiences, seen.episodes, strict=True):
+        scored = [i for i, episode in enumerate(episodes) if episode.stop != "unscored"]
+        assert 0 < len(scored) < 8 and all(sum(episode.rewards) > 0 for episode in episodes)
+        assert row["objective/reward"] == pytest.approx(sum(sum(episodes[i].rewards) for i in scored) / len(scored))
+        kls = ((e.old_logprobs - e.ref_logprobs) * e.mask).sum(1)[scored]
+        assert row["objective/kl"] == pytest.approx(float(kls.mean()), abs=1e-6)
+    assert abs(row["objective/kl"]) > 1e-3
+
+
+def test_means_of_three_episodes_by_hand(ppo):
+    """One ended, one was cut, one has no reward; the number "a" is of one, "b" of two, "c" of the one without."""
+    ended = ppo.Episode(0, mask=[False, True, True], rewards=[0.0, 0.5, 0.5], stop="terminated", success=True, score=0.25,
+                        metrics={"a": 6.0, "b": 1.0})  # fmt: skip
+    cut = ppo.Episode(1, mask=[False, True, True, True], rewards=[0.0, 0.0, 0.0, -0.5], stop="length", metrics={"b": 2.0})
+    unscored = ppo.Episode(2, mask=[False] * 9, rewards=[8.0] * 9, stop="unscored", success=True, score=9.0,
+                           metrics={"c": 1.0})  # fmt: skip
+    assert ppo.episode_means([ended, cut, unscored], "x/") == {
+        "x/reward": 0.25, "x/accuracy": 0.5, "x/response_tokens": 2.5, "x/truncated": 0.5,
+        "x/unscored": pytest.approx(1 / 3), "x/reward_model": 0.125, "env/a": 6.0, "env/b": 1.5}  # fmt: skip
+    nothing = ppo.episode_means([unscored])
+    assert nothing.pop("unscored") == 1 and set(nothing.values()) == {0}
+
+
+def test_a_number_of_the_environment_is_the_last_turns(ppo):
+    tokenizer, episode = ppo.HFTokenizer.from_texts([ALPHABET]), ppo.Episode(0)
+    for turn in (1, 2):
+        episode.add(tokenizer.encode("a"), [0.0])
+        ppo.add_rewards(episode, 1.0, {"metrics": {"turn": turn, f"turn{turn}": turn}}, turn - 1, tokenizer)
+    assert episode.metrics == {"turn": 2, "turn1": 1, "turn2": 2}
+
+
+def test_the_warm_start_encodes_demonstrations_after_their_prompts_and_clips_gradients(ppo, tmp_path):
+    """Some tokenizers begin a text with a space."""
+    contexts, encode = [], ppo.HFTokenizer.encode
+
+    def encode_seen(tokenizer, text, context="", *rest, **kwargs):
+        if text == "fab":
+            contexts.append(context)
+        return encode(tokenizer, text, context, *rest, **kwargs)
+
+    with mock.patch.object(ppo.HFTokenizer, "encode", encode_seen):
+        seen = record(ppo, tmp_path, sft_steps=2, max_grad_norm=0.01, num_iterations=1)
+    first = ppo.first_training_seed(ppo.Args())
+    prompts = ("ab=", "fed=", "x=", "bad=", "day=", "face=")
+    assert contexts == [prompts[(first + i) % 6] for i in range(2 * 16)]
+    assert [norm for _, _, norm in seen.steps[:2]] == pytest.approx([0.01] * 2, rel=1e-3)
+
+
+def test_tensorboard_of_a_resumed_run_forgets_what_will_be_written_again(ppo, tmp_path):
+    for flags in dict(), dict(resume="auto", num_iterations=3):
+        writer = mock.Mock()
+        with mock.patch.object(ppo, "SummaryWriter", writer):
+            record(ppo, tmp_path, tensorboard=True, save_every=1, **flags)
+        assert writer.call_args == mock.call(tmp_path / "run", purge_step=2 if flags else 0)
