@@ -873,7 +873,7 @@ def play(decoder, tokenizer, envs, seeds, iteration, args) -> list[Episode]:
 # === 6. Transformer, KV cache, log-probs, sampling noise ===
 
 
-# longrope has other frequencies for long texts, also for their first tokens.
+# longrope is left out: its frequencies depend on the length of the whole text.
 ROPE_TYPES = "default", "linear", "dynamic", "yarn", "llama3"
 
 
@@ -890,13 +890,13 @@ def check_config(config: PretrainedConfig) -> PretrainedConfig:
         raise ValueError(f"sliding_window {config.sliding_window}: attention must have no window")
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
-    rope_frequencies(config)  # raises if a number is text
+    rope_frequencies(config)  # This raises an error if a number of the configuration is text.
     return config
 
 
 def rope_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
     """Rotary frequencies [D / 2] (https://arxiv.org/abs/2104.09864), and a factor for cos, sin."""
-    with torch.device("cpu"):  # also where models are made on meta
+    with torch.device("cpu"):  # The model may be made on the meta device.
         if config.rope_parameters["rope_type"] != "default":
             return ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu")
         exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
@@ -930,7 +930,7 @@ class Packing:
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, mask: Tensor, device: str) -> Packing:
-        """On the CPU, where `nonzero` does not make the host wait for the device."""
+        """`lengths` and `mask` are on the CPU: `nonzero` on the device would make the host wait."""
         T = mask.shape[1]
         place = (torch.arange(T) < lengths[:, None]).flatten().nonzero()[:, 0]
         sampled = mask.flatten()[place].nonzero()[:, 0]
@@ -1086,7 +1086,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Language model (head="lm"), critic or reward model ("scalar"). Parameter names are HF's."""
+    """A language model (head="lm"), or a critic or reward model (head="scalar").
+
+    Its parameters have the names of Hugging Face.
+    """
 
     def __init__(self, config, head="lm", checkpointing=False, compile_head="off"):
         super().__init__()
@@ -1119,7 +1122,7 @@ class Transformer(nn.Module):
         return self.lm_head(x) if self.head == "lm" else self.values(x)
 
     def sampled_logprobs(self, mb: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs of sampled tokens, and entropies, [B, T] each: see section 4."""
+        """Log-probs of the sampled tokens, and entropies, [B, T] each. Section 4 defines them."""
         packing = mb.packing
         x = self.states_before_sampled(mb.tokens, packing)  # [m, hidden]
         targets = packing.pack(mb.tokens)[packing.sampled]  # [m]
@@ -1128,7 +1131,7 @@ class Transformer(nn.Module):
         return packing.unpack_sampled(logprobs), packing.unpack_sampled(entropies)
 
     def sampled_values(self, mb: Microbatch) -> Tensor:
-        """Values [B, T] of the states in which tokens were sampled: see section 4.
+        """Values [B, T] of the states in which tokens were sampled. Section 4 defines them.
 
         Models with the same tokenizer may have vocabularies of different sizes, with unused ids at
         the end. An id that the critic does not have is replaced by its last id.
@@ -1172,12 +1175,13 @@ class Transformer(nn.Module):
     def states_before_sampled(self, tokens: Tensor, packing: Packing) -> Tensor:
         """[m, hidden] of the states in which the m sampled tokens of tokens [B, T] were sampled."""
         x = self.hidden_states(packing.pack(tokens), packing.position, packing=packing)
-        # The shift by one: log-prob and value of a sampled token come from the output one token
-        # earlier, which belongs to the same sample, since every sample begins with a prompt.
+        # This is the shift by one. The log-prob and the value of a sampled token come from the
+        # output one token earlier. It is of the same sample, since every sample begins with a
+        # prompt.
         return x[packing.sampled - 1]
 
     def values(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [...], in fp32, since bfloat16 would round values too coarsely."""
+        """[..., hidden] -> [...], in float32, because bfloat16 would round values too coarsely."""
         return self.score(x.float())[..., 0].clone()
 
 
@@ -1206,7 +1210,7 @@ class KVCache:
 
 
 class Decoder:
-    """B rows that decode together, on the device: on a GPU with torch.compile, as CUDA graphs.
+    """B rows that decode together, on the device. Compiled steps on a GPU run as CUDA graphs.
 
     A graph replays the hundreds of small kernels of a step by one launch, on the same addresses.
     Weights, cache and rows therefore stay where they are for the whole run, and are modified in
@@ -1217,7 +1221,8 @@ class Decoder:
         weight = sampler.model.norm.weight
         self.sampler = sampler
         S = max_sample_length(args)
-        self.scratch = S  # a position after all tokens, for rows that are finished
+        # Finished rows read and write here, after the last position that a token can have.
+        self.scratch = S
         self.cache = KVCache(sampler.config, B, S + 1, weight.dtype, weight.device)
         zeros = functools.partial(torch.zeros, device=weight.device)
         self.tokens = zeros(B, S + 1, dtype=torch.int64)
@@ -1259,9 +1264,9 @@ class Decoder:
         self.sample_token(self, n_visible)
         if self.use_graphs:
             graph = torch.cuda.CUDAGraph()
-            # "thread_local": an environment's threads may use the GPU meanwhile
+            # "thread_local" lets the threads of an environment use the GPU meanwhile.
             with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
-                self.sample_token(self, n_visible)  # is recorded, does not run
+                self.sample_token(self, n_visible)  # This is recorded. It does not run.
             self.graphs[n_visible] = graph
 
 
@@ -1293,10 +1298,10 @@ def chunk_logprobs(hidden, weight, targets, temperature) -> tuple[Tensor, Tensor
 
 
 def chunk_gradients(hidden, weight, targets, temperature, d_logprobs, d_entropies) -> Tensor:
-    """Gradients [rows, V] of what the temperature divides.
+    """The gradient [rows, V] of the logits, before the temperature divides them.
 
-    With p = softmax(z) and entropy H, that of log p[i] is onehot(i) - p, that of H is
-    -p * (log p + H).
+    With p = softmax(z) and the entropy H, the gradient of log p[i] is onehot(i) - p, and that of H
+    is -p * (log p + H).
     """
     logits = float32_product(hidden, weight.T) / temperature
     logprobs = logits - logits.logsumexp(-1, keepdim=True)
@@ -1315,7 +1320,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
     memory than the model.
     """
     rows = max(1, (2**27 if hidden.is_cuda else 2**22) // len(weight))
-    rows -= len(hidden) % rows == 1  # torch.compile makes another graph for a chunk of one row
+    rows -= len(hidden) % rows == 1  # For a chunk of one row torch.compile makes another graph.
     return ChunkedLogprobs.apply(hidden, weight, targets, temperature, rows, compile)
 
 
@@ -1359,8 +1364,8 @@ class ChunkedLogprobs(torch.autograd.Function):
 def hash32(x: Tensor, key=0) -> Tensor:
     """The hash lowbias32 of https://github.com/skeeto/hash-prospector, on int32.
 
-    The masks make `>>` the shift of unsigned integers. Products overflow, as they should. A second
-    key, of as many bits, enters between its two products.
+    The masks turn `>>` into the shift of unsigned integers. Products overflow, as they should.
+    `key` enters between the two products.
     """
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D ^ key
     x = (x ^ (x >> 15 & 0x1FFFF)) * -0x7B935975  # 0x846CA68B as int32
@@ -1379,10 +1384,10 @@ def gumbel_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
     """Gumbel noise [B, V], a function of sample key [B], token index [B] and vocabulary id."""
     token_keys = hash32(hash32(keys ^ 0x5851F42D) ^ index.int())
     ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
-    # Token keys that differ in their lowest bits alone would permute the same noise, but for the
-    # second key.
+    # Without a second key, token keys that differ in their lowest bits alone would permute the same
+    # noise.
     x = hash32(ids ^ token_keys[:, None], hash32(token_keys ^ keys)[:, None])  # [B, V]
-    # u is uniform in (0, 1), from 31 bits: fine near 0, so that rare tokens get their share.
+    # u is uniform in (0, 1), from 31 bits. It is fine near 0, so that rare tokens get their share.
     u = (x & 0x7FFFFFFF).float().add(0.5).mul(2**-31).clamp(max=1 - 2**-24)
     return -torch.log(-torch.log1p(-u))
 
@@ -1398,12 +1403,12 @@ def write_json(path: Path, content: dict):
     path.write_text(json.dumps(content, indent=2))
 
 
-# In place of today's, which some templates write: the prompts of a resumed run must be the same.
+# Some templates write the date. A resumed run must have the same prompts, so it is always this one.
 FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
 
 
 class HFTokenizer:
-    """Text <-> ids, chat template and stop ids of a Hugging Face folder."""
+    """The tokenizer, the chat template and the stop ids of a Hugging Face folder."""
 
     def __init__(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None):
         self.folder = Path(folder)
@@ -1414,9 +1419,9 @@ class HFTokenizer:
                 if (self.folder / name).is_file():
                     ids = read_json(self.folder / name).get("eos_token_id")
                     stop_ids.update(ids if isinstance(ids, list) else [ids])
-            # A negative id stands for none.
+            # A negative id means that there is none.
             self.stop_ids = sorted(i for i in stop_ids - {None} if i >= 0)
-        self.tokenizer = self.hf.backend_tokenizer  # much faster than through transformers
+        self.tokenizer = self.hf.backend_tokenizer  # This is much faster than self.hf.
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         if not self.stop_ids:
@@ -1437,7 +1442,10 @@ class HFTokenizer:
         return cls("embedded", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
 
     def render(self, messages: list[dict], generation_prompt: bool = True) -> str:
-        """In the chat template, at the end the header of an answer; or plain text."""
+        """The messages in the chat template, or as plain text if there is none.
+
+        With `generation_prompt` the text ends with the header of an answer.
+        """
         if not self.hf.chat_template:
             return "".join(message["content"] for message in messages)
         with attempt(f"render with {self.template_kwargs} the chat template of {self.folder}"):
@@ -1450,9 +1458,10 @@ class HFTokenizer:
             )
 
     def encode(self, text: str, context: str = "", add_special_tokens: bool = False) -> list[int]:
-        """Ids of `text` as it follows `context`: some tokenizers begin a text with a space.
+        """The ids of `text` where it follows `context`.
 
-        If a token spans both, they are the ids of `text` alone.
+        Alone it may have other ids, since some tokenizers put a space before a text. If a token
+        spans both, the ids are those of `text` alone.
         """
         start, whole = len(context), context + text
         encoding = self.tokenizer.encode(whole, add_special_tokens=add_special_tokens)
@@ -1462,21 +1471,21 @@ class HFTokenizer:
         return [i for i, (a, _) in tokens if a >= start]
 
     def encode_prompt(self, prompt: str | list[dict]) -> list[int]:
-        """With BOS where the template or, without one, the tokenizer adds it."""
+        """The ids of a prompt, with BOS if the template or else the tokenizer adds it."""
         text = self.render(as_messages(prompt))
         return self.encode(text, add_special_tokens=not self.hf.chat_template)
 
     def encode_conversation(self, messages: list[dict]) -> list[int]:
-        """Complete, as a reward model reads them."""
+        """The ids of complete messages, as a reward model reads them."""
         text = self.render(messages, generation_prompt=False)
         if self.hf.chat_template:
             return self.encode(text)
         return [*self.encode(text, add_special_tokens=True), self.eos_id]
 
     def encode_feedback(self, text: str | list[dict]) -> list[int]:
-        """What the chat template puts between two turns of the assistant, around `text`.
+        """The ids of what the chat template puts between two turns of the assistant, with `text`.
 
-        Without the stop token of the first turn, which was sampled.
+        The stop token of the first turn is left out, because it was sampled.
         """
         messages = as_messages(text)
         stop_tokens = list(filter(None, self.hf.convert_ids_to_tokens(self.stop_ids)))
@@ -1492,7 +1501,7 @@ class HFTokenizer:
         return self.encode(tail, context=whole.removesuffix(tail))
 
     def decode(self, ids: list[int]) -> str:
-        """Text without special tokens, and without stop tokens, which may not be special."""
+        """The text of ids, without special tokens and without stop tokens."""
         ids = [i for i in ids if i not in self.stop_ids]
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -1534,7 +1543,7 @@ def load_hf_checkpoint(path, head="lm") -> tuple[Transformer, PretrainedConfig]:
 
 
 def check_vocabulary(tokenizer: HFTokenizer, actors: HFTokenizer):
-    """For a model that reads the ids of the actor's tokens."""
+    """Raise UserError unless a model can read the ids of the actor's tokens."""
     if tokenizer.hf.get_vocab() != actors.hf.get_vocab():
         raise UserError(f"{tokenizer.folder}: has not the actor's vocabulary")
 
@@ -1579,15 +1588,15 @@ def copy_weights(source: Transformer, target: Transformer):
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """The whole of a tensor. If it is sharded this is a collective call."""
+    """The whole of a tensor that may be sharded. Then this is a collective call."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
-    """Write a folder for transformers: a language model or, of a critic, a classifier."""
+    """Write a folder for transformers. A critic becomes a sequence classifier with one label."""
     weights = {}
     for name, p in model.named_parameters():
-        whole = full_tensor(p.detach())  # a collective call
+        whole = full_tensor(p.detach())  # All ranks must call it.
         if RANK == 0:
             weights[name] = whole.cpu()
     if RANK == 0:
@@ -1601,8 +1610,8 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
             config.pad_token_id = tokenizer.pad_id  # transformers finds the last token by it
         rope = config.rope_parameters
         content = config.to_dict()
-        content.pop("quantization_config", None)  # the weights are no longer quantized
-        # Transformers 4 reads these names. Without them it would take another base.
+        content.pop("quantization_config", None)  # The weights are not quantized any longer.
+        # Transformers 4 reads these names. Without them it would use another base.
         content["rope_theta"] = rope["rope_theta"]
         content["rope_scaling"] = None if rope["rope_type"] == "default" else rope
         partial, earlier = (path.with_name(f"{path.name}.{x}") for x in ("partial", "earlier"))
@@ -1681,7 +1690,7 @@ class SortDigits(gym.Env):
 
 @functools.cache
 def load_rows(path: str, convert: Callable) -> list[dict]:
-    """The JSON objects of a file, one per line or in an array, in a shuffled, constant order."""
+    """The JSON objects of a file, one per line or in an array. Their order is shuffled once."""
     rows = []
     with attempt(f"read {path}, which must be text, with a JSON object on each line"):
         text = Path(path).read_text("utf-8-sig")
@@ -1794,20 +1803,20 @@ ENV_TIMEOUT = 600  # seconds that the environments may take for a turn
 
 @functools.cache
 def env_threads() -> ThreadPool:
-    threads = ThreadPool(256, set_up_thread, (False,))  # most wait, for example for a judge
-    atexit.register(threads.terminate)  # one that hangs does not keep the process from ending
+    threads = ThreadPool(256, set_up_thread, (False,))  # Most wait, for example for a judge.
+    atexit.register(threads.terminate)  # A thread that hangs does not keep the process alive.
     return threads
 
 
 def set_up_thread(gradients: bool):
-    """In a new thread, and where the import of user code may have changed something."""
+    """Settings that each thread has for itself, and that code of users may have changed."""
     torch.set_grad_enabled(gradients)
     if torch.cuda.is_initialized():
         torch.cuda.set_device(LOCAL_RANK)
 
 
 def as_messages(text) -> list[dict]:
-    """Text as a user message; or messages, which are checked."""
+    """Text becomes a user message. Messages are checked."""
     if isinstance(text, str):
         return [{"role": "user", "content": text}]
     for message in text:
@@ -1819,32 +1828,32 @@ def as_messages(text) -> list[dict]:
 
 
 def env_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
-    """The prompt as messages, and info."""
+    """Reset an environment. Returns the prompt as messages, and info."""
     with attempt(f"reset the environment with seed {seed}", CodeError):
         prompt, info = env.reset(seed=seed)
         return as_messages(prompt), info
 
 
 def env_step(env: gym.Env, response: str) -> tuple[list[dict], float | None, str, dict]:
-    """The next messages, the reward, "terminated", "truncated" or "", and info."""
+    """Step an environment. Returns messages, reward, "terminated", "truncated" or "", and info."""
     text, reward, terminated, truncated, info = env.step(response)
     end = "terminated" if terminated else "truncated" if truncated else ""
     return [] if end else as_messages(text), reward, end, info
 
 
 def to_float(x, name: str) -> float:
-    """A finite number, also of numpy or torch, as a float."""
+    """A finite number, which may be one of numpy or torch, as a float."""
     if not hasattr(x, "__float__") or not math.isfinite(x):
         raise ValueError(f"{name} is {x!r:.80}, which is not a finite number")
     return float(x)
 
 
 def in_threads(method: Callable, turns):
-    """`method(episode, ...)` of each of `turns`, on a thread of its own."""
+    """Call method(*turn) for each of `turns`, (episode, ...), on a thread of its own."""
 
     def call(turn):
         episode = turn[0]
-        messages = episode.conversation[-1:]  # none yet before `reset`
+        messages = episode.conversation[-1:]  # Before `reset` there are none.
         seed = episode.env_seed
         with attempt(f"play the episode with seed {seed}: {messages!r:.200}", CodeError):
             method(*turn)
@@ -1852,13 +1861,14 @@ def in_threads(method: Callable, turns):
     calls = env_threads().imap_unordered(call, turns)
     with attempt(f"play a turn, rewards included, in {ENV_TIMEOUT} seconds"):
         for _ in turns:
-            calls.next(ENV_TIMEOUT)  # raises the first error at once
+            calls.next(ENV_TIMEOUT)  # This raises the first error at once.
 
 
 def add_rewards(episode: Episode, reward, info, start, tokenizer):
-    """Add what a step gives to the tokens from `start` on, its response: `reward` to the last one.
+    """Add the rewards of a step to the tokens of its response, those from `start` on.
 
-    info["rewards"] has pairs (end, reward), each for the token that completes response[:end].
+    `reward` goes to the last token. info["rewards"] has pairs (end, reward), each for the token
+    that completes response[:end].
     """
     ids = episode.ids[start:]
     response = tokenizer.decode(ids)
@@ -1877,7 +1887,7 @@ def add_rewards(episode: Episode, reward, info, start, tokenizer):
 
 
 def decoder_rows(args) -> int:
-    """Rows of a rank's decoder: at most --rollout-slots, and no more than the waves need."""
+    """Number of rows of a rank's decoder: at most --rollout-slots, no more than the waves need."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     share = -(-samples // WORLD_SIZE)  # of a rank, rounded up
     waves = -(-share // args.rollout_slots)
@@ -1886,7 +1896,7 @@ def decoder_rows(args) -> int:
 
 @contextlib.contextmanager
 def make_envs(args, evaluation: bool = False) -> Iterator[list[gym.Env]]:
-    """This rank's environments for a rollout, or for an evaluation. In the end they are closed."""
+    """This rank's environments for rollouts, or for evaluations. They are closed at the end."""
     count = decoder_rows(args) if args.eval_episodes or not evaluation else 0
     flags = f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}"
     if evaluation:
@@ -1952,13 +1962,13 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 
 def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[str, float]:
-    """Means over episodes sampled at temperature 1, and greedy accuracy; prints them.
+    """Play episodes at temperature 1, and greedily. Prints and returns their means.
 
-    The reward is without --truncation-penalty.
+    The reward does not contain --truncation-penalty.
     """
     if args.eval_episodes == 0:
         return {}
-    noise = -1 - iteration  # negative: other noise than in training
+    noise = -1 - iteration  # It is negative, so that the noise is not that of a rollout.
 
     def play_at(temperature):
         settings = dataclasses.replace(args, temperature=temperature)
@@ -1975,9 +1985,10 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
 
 
 def episode_means(episodes: list[Episode], prefix="") -> dict:
-    """What is logged of a rollout and of an evaluation; of info["metrics"] as env/name.
+    """Means that are logged of a rollout and of an evaluation.
 
-    Samples without a reward count in `unscored` alone.
+    Those of info["metrics"] are called env/<name>. Samples without a reward count in `unscored`
+    alone.
     """
     scored = [e for e in episodes if e.stop != "unscored"]
     N = max(1, len(scored))
@@ -1996,7 +2007,7 @@ def episode_means(episodes: list[Episode], prefix="") -> dict:
 
 
 def iteration_metrics(episodes, experience, actor_steps, critic_steps, evaluation, clock) -> dict:
-    """What is logged of an iteration, but for the ratio's diagnosis."""
+    """All that is logged of an iteration, except for the diagnosis of the ratio."""
     e, mask = experience, experience.mask
     scored = mask.any(1)
     sampler_gap = (e.sampler_logprobs - e.old_logprobs).abs()
@@ -2030,7 +2041,7 @@ def logged_samples(episodes: list[Episode], experience: Experience) -> list[dict
         n = episode.prompt_messages
         samples.append({
             "prompt": "\n".join(texts[:n]),
-            "response": "\n".join(texts[n:]),  # and what came between
+            "response": "\n".join(texts[n:]),  # with the messages between the turns
             "stop": episode.stop,
             "reward": reward,
             "n_tokens": sum(episode.mask),
@@ -2157,26 +2168,29 @@ def find_mistakes(metrics: dict, args) -> Iterator[str]:
         yield "  critic: steps are skipped, since gradients are not finite"
     if metrics["critic/first_dev"] > 1e-6:
         yield f"  critic: its first values are not those of the experience: {CRITIC_ADVICE}"
-    if metrics["debug/sampler_trainer_logprob_diff"] > sampler_tolerance(args):
+    # With --no-recompute-old-logprobs the sampler's log-probs are the old ones.
+    gap = "debug/sampler_trainer_logprob_diff" if args.recompute_old_logprobs else "ratio/first_dev"
+    if metrics[gap] > sampler_tolerance(args):
         yield (
-            "  sampler: its log-probs differ from those of the actor by more than rounding explains "
-            "(debug/sampler_trainer_logprob_diff): does it have the actor's weights and temperature?"
+            "  sampler: its log-probs differ from the actor's by more than rounding explains "
+            f"({gap}): does it have the actor's weights and temperature?"
         )
 
 
 # === 10. Errors, flags, ranks, models ===
 
-RANK = int(os.environ.get("RANK", 0))  # as torchrun sets them
+# torchrun sets these variables.
+RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 class UserError(ValueError):
-    """An error that the user can fix. It is printed alone; the exit code is 2."""
+    """An error that the user can fix. It is printed without a traceback. The exit code is 2."""
 
 
 class CodeError(UserError):
-    """An error in the user's code: an environment, a reward. Its traceback is printed, too."""
+    """An error in the user's code, such as a reward function. Its traceback is printed as well."""
 
 
 @contextlib.contextmanager
@@ -2186,26 +2200,27 @@ def attempt(task: str, kind: type[UserError] = UserError) -> Iterator[None]:
         yield
     except (UserError, GeneratorExit, KeyboardInterrupt):
         raise
-    except BaseException as error:  # also the SystemExit of a reward function
+    except BaseException as error:  # A reward function may call sys.exit.
         if isinstance(error, dcp.api.CheckpointException):
-            error, _ = next(iter(error.failures.values()))  # of one of the ranks
+            error, _ = next(iter(error.failures.values()))  # the error of one rank
         raise kind(f"cannot {task}: {type(error).__name__}: {error!s:.300}") from error
 
 
-# Of rank 0, on a terminal, after a second.
+# Rank 0 shows it, on a terminal, after a second.
 progress_bar = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 or None)
 
 
 def print0(text: str):
     if RANK == 0:
-        with contextlib.suppress(OSError, ValueError):  # if stdout was closed, or cannot show it
+        with contextlib.suppress(OSError, ValueError):  # stdout may be closed, or not UTF-8.
             print(text, flush=True)
 
 
 def complete(args: Args) -> Args:
-    """A checked copy in which no flag is None or "auto" because its default depends on others.
+    """Check the flags, and return a copy in which defaults that depend on others are filled in.
 
-    Joins the ranks and downloads models of the Hub, to know what the critic's default depends on.
+    This joins the ranks and downloads models of the Hub, since the default of --critic-lr depends
+    on the size of the critic.
     """
     args = dataclasses.replace(args)
     for name, defaults in DEFAULTS.items():
@@ -2217,7 +2232,7 @@ def complete(args: Args) -> Args:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.compile == "auto":
         args.compile = "on" if args.device == "cuda" else "off"
-    args.log_dir = os.path.abspath(args.log_dir)  # user code may change the working directory
+    args.log_dir = os.path.abspath(args.log_dir)  # User code may change the working directory.
     check_flags(args)
     connect(args)
     is_old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)
@@ -2245,7 +2260,7 @@ AT_MOST_ONE = "gamma", "gae_lambda", "critic_lambda", "lr_end"
 
 
 def check_flags(args):
-    """A UserError names flag, value and what is valid."""
+    """Raise UserError, which names the flag, its value and what is valid."""
     for name, value in vars(args).items():
         highest = 1 if name in AT_MOST_ONE else 2**31 - 1
         if isinstance(value, int | float) and not 0 <= value <= highest:
@@ -2366,8 +2381,8 @@ def padded(rows) -> Tensor:
 def microbatches(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Tensor]:
     """This rank's microbatches of the samples `rows` [n]. All ranks have equally many.
 
-    Together the ranks have each sample once, the longest first, so that attention pads little. A
-    microbatch has at most `token_budget` tokens, and with padding at most twice as many; a longer
+    Together the ranks have each sample once. The longest come first, so that attention pads little.
+    A microbatch has at most `token_budget` tokens, and with padding at most twice as many. A longer
     sample is a microbatch of its own.
     """
     lengths = lengths.tolist()
@@ -2388,12 +2403,12 @@ def microbatches(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Tenso
 
 
 def shard(model: Transformer, args):
-    """Split the weights over the ranks, by FSDP2, which does mixed precision, too."""
+    """Split the weights over the ranks by FSDP2, which also does mixed precision."""
     if WORLD_SIZE == 1 and args.dtype == "float32":
         return
     mesh = dist.DeviceMesh(args.device, list(range(WORLD_SIZE)))
-    value_head = [] if model.head == "lm" else [model.score]  # stays in float32
-    embedding = [] if model.tied else [model.model.embed_tokens]  # large
+    value_head = [] if model.head == "lm" else [model.score]  # It stays in float32.
+    embedding = [] if model.tied else [model.model.embed_tokens]  # It is large.
     for unit in (*model.model.layers, *value_head, *embedding, model):
         precision = torch.float32 if unit in value_head else getattr(torch, args.dtype)
         policy = fsdp.MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
@@ -2408,10 +2423,10 @@ def shard(model: Transformer, args):
 
 
 def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Transformer:
-    """A model whose weights are NaN, but those of a scalar head 0.
+    """A model without weights: all are NaN, except for a scalar head, which is 0.
 
-    It is sharded or, as a sampler, whole and in the forward's dtype; made without storage, so that
-    each rank allocates its shards alone.
+    It is sharded. A sampler is whole, and in the precision of the forward pass. The model is made
+    without storage, so that each rank allocates its shards alone.
     """
     with torch.device("meta"):
         model = Transformer(config, head, args.activation_checkpointing, args.compile)
@@ -2424,7 +2439,7 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
         shard(model, args)
     model.to_empty(device=args.device)
     for p in model.parameters():
-        nn.init.constant_(p, math.nan)  # so that one that nobody initializes is noticed
+        nn.init.constant_(p, math.nan)  # A weight that nobody initializes is noticed.
     if head == "scalar":
         nn.init.zeros_(model.score.weight)
     model.tie_weights()
@@ -2491,7 +2506,7 @@ def build_actor(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
 
 
 def build_critic(actor: Transformer, tokenizer: HFTokenizer, args) -> Transformer:
-    """A copy of the actor, or what --critic-model names, with a head of zeros unless it has one."""
+    """A copy of the actor, or --critic-model. Its head is zero unless the model has one."""
     if args.critic_model:
         critic_tokenizer, critic = load_model(args.critic_model, "scalar", args, needs_head=False)
         check_vocabulary(critic_tokenizer, tokenizer)
@@ -2522,14 +2537,15 @@ def frozen_model(folder: str, head: str, args) -> FrozenModel:
 def add_scores(episodes: list[Episode], reward_model: FrozenModel, args):
     """Add the reward model's score of each conversation to the reward of the last token.
 
-    It is what the model says at the last token of the text that its own tokenizer and template
-    make of the conversation. It does not see whether a response was cut: --truncation-penalty.
+    The reward model reads the conversation in its own chat template, with its own tokenizer. The
+    score is its output at the last token. It does not see whether a response was cut off: for that
+    there is --truncation-penalty.
     """
     model, tokenizer = reward_model
     texts = []
     for episode in episodes:
         ids = tokenizer.encode_conversation(episode.conversation)
-        # Classifiers of transformers read the last token that is not padding.
+        # Classifiers of transformers read their output at the last token that is not padding.
         while ids[-1] == model.config.pad_token_id and len(ids) > 1:
             ids.pop()
         text = Episode(episode.env_seed)
@@ -2544,7 +2560,7 @@ def add_scores(episodes: list[Episode], reward_model: FrozenModel, args):
 
 
 def make_optimizer(model: Transformer) -> torch.optim.AdamW:
-    """AdamW. Its moments exist from the beginning: all checkpoints have the same tensors."""
+    """AdamW, whose moments exist from the beginning, so that all checkpoints have them."""
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
     for p in params:
@@ -2565,7 +2581,7 @@ SFT_BATCH_SIZE = 256  # demonstrations per step
 
 
 def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
-    """Supervised steps on the environment's demonstrations, for the prompts that train first."""
+    """Supervised steps on the environment's demonstrations of the first training prompts."""
     first = first_training_seed(args)
     if args.sft_steps == 0:
         return
@@ -2605,10 +2621,10 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
 
 @dataclass
 class TrainState:
-    """What an iteration passes on to the next, besides weights and moments. It is saved as JSON."""
+    """All that an iteration passes on to the next besides weights and moments. Saved as JSON."""
 
-    iteration: int = 0  # iterations done
-    prompts: int = 0  # training prompts played
+    iteration: int = 0  # number of iterations done
+    prompts: int = 0  # number of training prompts played
     actor_steps: int = 0
     critic_steps: int = 0
     eval_before: dict | None = None
@@ -2618,7 +2634,7 @@ SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
 def heed_signals():
-    """A process that a reward function forks does not wait for the end of an iteration."""
+    """Make a process that a reward function has forked end at a signal, as others do."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -2652,7 +2668,7 @@ class StopSignals:
         if self.immediate or is_second:
             self.immediate = False
             raise KeyboardInterrupt
-        with contextlib.suppress(OSError):  # nobody may be reading
+        with contextlib.suppress(OSError):  # stderr may be closed.
             os.write(2, b"\nstopping after this iteration; a second Ctrl-C stops at once\n")
 
     @contextlib.contextmanager
@@ -2673,7 +2689,7 @@ class StopSignals:
 
 
 def earlier_lines(path: Path, iteration: int) -> Iterator[bytes]:
-    """The lines of iterations before this one, without those that are damaged."""
+    """The lines of earlier iterations. Damaged lines are left out."""
     for line in path.read_bytes().splitlines():
         try:
             if json.loads(line)["iteration"] < iteration:
@@ -2699,7 +2715,7 @@ class Run:
             self.path.mkdir(parents=True, exist_ok=args.resume == "auto")
             write_json(self.path / "config.json", {"args": vars(args), "argv": sys.argv})
             for name in ("metrics", "completions"):
-                # Lines after the checkpoint that is resumed will be written again.
+                # The lines of iterations after the checkpoint will be written again.
                 path = self.path / f"{name}.jsonl"
                 path.touch()
                 path.write_bytes(b"".join(earlier_lines(path, state.iteration)))
@@ -2716,7 +2732,7 @@ class Run:
                     resume="allow" if args.resume == "auto" else "never",
                 )
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
-        atexit.register(self.close, "failed")  # unless the run ends otherwise
+        atexit.register(self.close, "failed")  # `close` takes this back.
 
     def log(self, metrics: dict, episodes: list[Episode], experience: Experience):
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
@@ -2751,7 +2767,7 @@ class Run:
             self.print_once(text)
 
     def append(self, name: str, row: dict):
-        """Write a line of JSON, without NaN, Infinity and None."""
+        """Write a line of JSON. What is NaN, infinite or None is left out."""
         row = json.loads(json.dumps(row), parse_constant=lambda constant: None)
         line = json.dumps({key: value for key, value in row.items() if value is not None})
         with open(self.path / f"{name}.jsonl", "a") as file:
@@ -2773,7 +2789,7 @@ class Run:
 
 
 def checkpoint_tensors(checkpointed: dict) -> dict[str, Tensor]:
-    """Weights and moments, sharded or not, by names. DCP saves them, or loads into them."""
+    """Weights and moments by name, sharded or not. DCP saves them, or loads into them."""
     tensors = {}
     for key, (model, optimizer) in checkpointed.items():
         for name, p in model.named_parameters() if model else ():
@@ -2784,7 +2800,7 @@ def checkpoint_tensors(checkpointed: dict) -> dict[str, Tensor]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether all files are there, with headers that fit their sizes. DCP reads what there is.
+    """Whether all files are there, with headers that fit their sizes. DCP does not check this.
 
     Raises OSError if they cannot be read: such a checkpoint may be complete.
     """
@@ -2792,7 +2808,7 @@ def is_complete(path: Path) -> bool:
         for name in read_json(path / "state.json")["files"]:
             safetensors.safe_open(path / name, "pt")
         return True
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
         raise
@@ -2801,7 +2817,7 @@ def is_complete(path: Path) -> bool:
 
 
 def run_checkpoints(run_folder: Path) -> list[Path]:
-    """Those of a run, newest first. What has another name belongs to the user.
+    """The checkpoints of a run, newest first. A folder with another name is the user's.
 
     Raises OSError if the folder cannot be read.
     """
@@ -2815,7 +2831,7 @@ KEEP_CHECKPOINTS = 2
 
 
 def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
-    """Write checkpoints/iter_<iterations>, which appears once complete.
+    """Write checkpoints/iter_<iterations>. The folder gets this name when it is complete.
 
     It holds weights and moments, TrainState and args. All randomness is a function of these.
     """
@@ -2883,13 +2899,13 @@ def load_checkpoint(path: Path, checkpointed: dict, args) -> TrainState:
 
 
 def main():
-    sys.path.append(os.getcwd())  # find modules of the user in the working directory, too
+    sys.path.append(os.getcwd())  # Modules of the user may be in the working directory.
     args = tyro.cli(Args, description=Args.__doc__, console_outputs=RANK == 0)
     try:
         train(args)
     except UserError as error:
         if RANK > 0:
-            time.sleep(5)  # let rank 0 report first, then torchrun ends the others
+            time.sleep(5)  # Rank 0 reports first. Then torchrun ends the others.
         print(f"error: {error}", file=sys.stderr)
         if isinstance(error, CodeError):
             traceback.print_exception(error.__cause__)
