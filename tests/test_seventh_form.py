@@ -1,6 +1,5 @@
 """What a run checks itself, what resuming and exporting keep, and small mistakes that no other test sees."""
 
-import collections
 import contextlib
 import copy
 import dataclasses
@@ -19,7 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from distributed_worker import on_call
+from distributed_worker import on_call, run_on_ranks
+from environments import TextEnv, gym
 from test_bad_input import main, refuse
 from test_checkpoints import tensors_of
 from test_data import THINKS
@@ -29,6 +29,8 @@ from test_math import close
 from test_rollout import ALPHABET, make_envs, make_model, run, scripted_model
 from test_train import SMALL, changed, lines, record
 from test_transformers import FAMILIES, VOCABULARY, hf_folder, load_theirs
+
+import ppo_llm_continuous_batching as continuous
 
 pytestmark = pytest.mark.shared
 
@@ -114,7 +116,7 @@ def test_a_choice_of_samples_may_round_differently_which_is_a_warning_at_most(pp
 
 # --- The sampler
 
-WARNING = "  sampler: its log-probs differ from those of the actor by more than rounding explains"
+WARNING = "  sampler: its log-probs differ from "
 
 
 def shifted(episodes):
@@ -122,9 +124,11 @@ def shifted(episodes):
 
 
 SAMPLERS = {  # name: (flags, whether it is warned of, functions of the script and what replaces them)
-    "healthy": (dict(actor_lr=0.05), False, {}),
-    "of the old weights": (dict(actor_lr=0.05), True, dict(hand_over=lambda actor, sampler: 1.0)),
-    "shifted by one": (dict(), True, dict(play=lambda play: changed(play, shifted))),
+    "healthy": (dict(), False, {}),
+    "of the old weights": (dict(), True, dict(hand_over=lambda actor, sampler: 1.0)),
+    "shifted by one": (dict(), True, dict(play=shifted)),
+    "healthy, its log-probs are the old ones": (dict(recompute_old_logprobs=False), False, {}),
+    "shifted by one, its log-probs are the old ones": (dict(recompute_old_logprobs=False), True, dict(play=shifted)),
 }
 
 
@@ -132,20 +136,20 @@ SAMPLERS = {  # name: (flags, whether it is warned of, functions of the script a
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_sampler_that_is_not_the_actor_is_warned_of_once(ppo, tmp_path, name, dtype):
     flags, warned, patches = SAMPLERS[name]
-    patches = {key: f(ppo.play) if key == "play" else f for key, f in patches.items()}
+    patches = {key: changed(ppo.play, f) if key == "play" else f for key, f in patches.items()}
     with mock.patch.multiple(ppo, **patches) if patches else contextlib.nullcontext():
-        seen = record(ppo, tmp_path, **RAGGED, **flags, dtype=dtype, ppo_epochs=1)
+        seen = record(ppo, tmp_path, **RAGGED, **flags, actor_lr=0.05, dtype=dtype, ppo_epochs=1)
     assert [text.startswith(WARNING) for text in seen.printed].count(True) == warned
 
 
 def test_what_rounding_explains_depends_on_dtype_and_temperature(ppo):
-    gap = lambda x: collections.defaultdict(float, {"debug/sampler_trainer_logprob_diff": x})
     cases = ("float32", 1.0, 1e-4), ("float32", 2.0, 1e-4), ("float32", 0.1, 1e-3), ("bfloat16", 1.0, 0.1)
     for dtype, temperature, limit in (*cases, ("bfloat16", 0.5, 0.2)):
         args = ppo.Args(dtype=dtype, temperature=temperature)
-        assert not list(ppo.find_mistakes(gap(0.9 * limit) | {"ratio/diagnosis": None}, args))
-        [text] = ppo.find_mistakes(gap(1.1 * limit) | {"ratio/diagnosis": None}, args)
-        assert text.startswith(WARNING)
+        metrics = {"ratio/diagnosis": None, "critic/first_dev": 0.0, "ratio/first_dev": 1.0}
+        for factor in (0.9, 1.1):
+            metrics["debug/sampler_trainer_logprob_diff"] = factor * limit
+            assert [text.startswith(WARNING) for text in ppo.find_mistakes(metrics, args)] == [True] * (factor > 1)
 
 
 # --- Precision
@@ -267,10 +271,37 @@ def test_a_checkpoint_that_is_cut_or_a_file_is_passed_over(ppo, tmp_path, capsys
     assert capsys.readouterr().out.count("passed over") == 4
 
 
-@pytest.mark.xfail(strict=True, reason="NotADirectoryError is an OSError, so that the run cannot be resumed")
 def test_a_file_with_the_name_of_a_checkpoint_is_passed_over(ppo, tmp_path):
     complete_checkpoint(tmp_path / "run", 1).with_name("iter_000002").write_text("")
     assert ppo.find_checkpoint(auto(ppo, tmp_path)).name == "iter_000001"
+
+
+@pytest.mark.xfail(strict=True, reason="os.path.lexists takes any OSError for a folder that is not there")
+def test_a_folder_whose_state_is_unknown_is_not_one_without_checkpoints(ppo, tmp_path):
+    """As on a disk of the network that answers only the second time."""
+    complete_checkpoint(tmp_path / "run", 1)
+    with mock.patch.object(os, "lstat", raises(OSError(errno.EIO, "Input/output error"))), pytest.raises(ppo.UserError):
+        ppo.find_checkpoint(auto(ppo, tmp_path))
+
+
+class Hides(TextEnv):
+    """Rank 1 does not see the newest checkpoint of a run."""
+
+    def __init__(self):
+        if os.environ.get("RANK") == "1":
+            os.listdir = lambda path, listdir=os.listdir: [name for name in listdir(path) if name != "iter_000002"]
+
+
+gym.register("Hides-v0", entry_point=Hides)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_see_other_folders_resume_the_same_iteration(ppo, tmp_path):
+    flags = SMALL | dict(save_every=1, env_id="test_seventh_form:Hides-v0", ppo_epochs=1, kl_coef=0.1)
+    resumed = flags | dict(resume="auto", num_iterations=3, run_name="run")
+    run_on_ranks(ppo, tmp_path, 2, ("run", flags, None), ("again", resumed, None))
+    first, second = (json.loads((tmp_path / f"again.{rank}.json").read_text())["episodes"] for rank in (0, 1))
+    assert len(first) == 8 + 2 * 2 and first == second and len(lines(tmp_path / "run")) == 3
 
 
 LEFT = {  # what a run has left: (status in its summary, damaged checkpoints, whether it may begin anew)
@@ -334,14 +365,14 @@ gym.register("Mine-v0", entry_point=Mine)
 
 
 @pytest.mark.both
-@pytest.mark.parametrize("place", ["constructor", "reset", "step", "reward", "import"])
+@pytest.mark.parametrize("place", ["constructor", "reset", "step", "reward", "import", "import of a reward"])
 def test_an_error_in_the_users_code_is_shown_with_file_and_line(ppo, tmp_path, monkeypatch, capsys, place):
-    module = f"mine_{place}_{ppo.__name__}"
-    code = CODE.replace(f"pass  # {place}", f"1 / 0  # {place}")
+    module = f"mine_{place.replace(' ', '_')}_{ppo.__name__}"
+    code = CODE.replace(f"pass  # {place.split()[0]}", "1 / 0")
     (tmp_path / f"{module}.py").write_text(code)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab="}')
     kwargs = json.dumps({"path": str(tmp_path / "rows.jsonl"), "reward": f"{module}:reward"})
-    flags = dict(env_id="Prompts-v0", env_kwargs=kwargs) if place in ("reward", "import") else dict(env_id=f"{module}:Mine-v0")  # noqa: E501
+    flags = dict(env_id="Prompts-v0", env_kwargs=kwargs) if "reward" in place else dict(env_id=f"{module}:Mine-v0")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", [ppo.__file__, *flags_of(log_dir=tmp_path, **flags)])
     with mock.patch.object(ppo, "SummaryWriter"), pytest.raises(SystemExit) as end:
@@ -351,6 +382,27 @@ def test_an_error_in_the_users_code_is_shown_with_file_and_line(ppo, tmp_path, m
     assert end.value.code == 2 and first.startswith("error: cannot ") and "ZeroDivisionError: division by zero" in first
     line = 1 + code.splitlines().index(next(x for x in code.splitlines() if "1 / 0" in x))
     assert any(re.search(rf'File "{tmp_path}/{module}\.py", line {line}, in ', x) for x in rest)
+
+
+class Scarce(TextEnv):
+    """After those of training and evaluation there are no more."""
+
+    made = 0
+
+    def __init__(self):
+        Scarce.made += 1
+        if Scarce.made > 16:
+            raise ConnectionError("no more connections")
+
+
+gym.register("Scarce-v0", entry_point=Scarce)
+
+
+@pytest.mark.xfail(strict=True, reason="spare environments of continuous batching are made outside of `attempt`")
+def test_an_environment_that_cannot_be_made_later_is_an_error_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(Scarce, "made", 0)
+    with pytest.raises(continuous.CodeError, match="no more connections"):
+        record(continuous, tmp_path, env_id="test_seventh_form:Scarce-v0")
 
 
 @pytest.mark.parametrize(("flags", "error"), [
@@ -370,12 +422,17 @@ def test_flags_at_the_ends_of_their_range(ppo):
 def test_only_a_second_ctrl_c_stops_at_once(ppo):
     """SIGTERM, which torchrun sends after the first, is none, and neither is a second SIGTERM."""
     stop = ppo.StopSignals()
+
+    def stops(number):
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            return True
+
     with stop.restore:
         stop.catch()
-        for number in signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM:
-            signal.raise_signal(number)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+        assert not any(map(stops, (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM)))
+        assert stops(signal.SIGINT)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -388,6 +445,13 @@ def test_a_signal_ends_the_last_evaluation(ppo, tmp_path, number, code):
     saved = tensors_of(seen.folder / "checkpoints" / "iter_000002")
     exported = tensors_of(seen.folder / "model")
     assert exported and all(torch.equal(x, saved[f"actor.{name}"]) for name, x in exported.items())
+
+
+@pytest.mark.xfail(strict=True, reason="a signal between the last iteration and the evaluation is forgotten")
+def test_a_signal_while_the_last_export_is_written_ends_the_run_without_an_evaluation(ppo, tmp_path):
+    with on_call(ppo, "save_hf_checkpoint", 1, lambda *_: signal.raise_signal(signal.SIGTERM)):
+        seen = record(ppo, tmp_path, num_iterations=1)
+    assert "eval_after" not in json.loads((seen.folder / "summary.json").read_text()) and seen.code == 143
 
 
 # --- Environments, plan, devices
