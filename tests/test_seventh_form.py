@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import types
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -54,10 +55,6 @@ def test_first_ratio_is_exactly_1_and_first_values_are_exactly_the_old_ones(ppo,
         assert row["ratio/last_dev"] > 1e-4
 
 
-def drops_out(mlp, x):
-    return F.dropout(mlp(x), 0.1, training=is_training())
-
-
 def rounded_in_training(product, a, b):
     return product(a, b).bfloat16().float() if is_training() else product(a, b)
 
@@ -72,7 +69,7 @@ def trained_meanwhile(original, episodes, actor, *rest):
 
 
 MISMATCHES = {  # what a fork may do wrong: (owner, function, what replaces it)
-    "dropout": ("MLP", "forward", lambda original, *args: drops_out(lambda x: original(args[0], x), args[1])),
+    "dropout": ("MLP", "forward", lambda original, *args: F.dropout(original(*args), 0.1, is_training())),
     "shifted by one": ("Transformer", "sampled_logprobs", in_training(lambda x: x.roll(1, dims=1))[1]),
     "another temperature": ("Transformer", "sampled_logprobs", lambda original, model, mb, temperature: original(
         model, mb, temperature * (0.9 if is_training() else 1.0))),
@@ -92,9 +89,17 @@ def test_a_first_ratio_that_is_not_1_ends_the_run_in_its_first_iteration(ppo, tm
     assert lines(tmp_path / "runs" / "run") == []
 
 
+@BOTH_DTYPES
+def test_first_values_that_are_not_the_old_ones_end_the_run_in_its_first_iteration(ppo, tmp_path, dtype):
+    wrong = lambda e: dataclasses.replace(e, values=e.values + 0.01 * e.mask)
+    with mock.patch.object(ppo, "make_experience", changed(ppo.make_experience, wrong)):
+        refuse(ppo, tmp_path, "the first values of the critic are not those of the experience", begun=True, dtype=dtype)
+
+
+@contextlib.contextmanager
 def forked(ppo, folder, old, new):
     """The script as a module, with `new` in place of the text `old`."""
-    text = open(ppo.__file__).read()
+    text = Path(ppo.__file__).read_text()
     assert text.count(old) == 1
     (folder / "ppo_fork.py").write_text(text.replace(old, new))
     spec = importlib.util.spec_from_file_location("ppo_fork", folder / "ppo_fork.py")
@@ -107,7 +112,7 @@ def forked(ppo, folder, old, new):
 @BOTH_DTYPES
 def test_a_choice_of_samples_may_round_differently_which_is_a_warning_at_most(ppo, tmp_path, dtype):
     choice = "trained = experience.select(torch.arange(1, 12, 2))  #"
-    for fork in forked(ppo, tmp_path, "trained = experience  #", choice):
+    with forked(ppo, tmp_path, "trained = experience  #", choice) as fork:
         seen = record(fork, tmp_path, **RAGGED, dtype=dtype, compile="off")
     assert [len(row["ratio/steps"]) for row in seen.rows] == [2, 2]
     warned = [text for text in seen.printed if "ratio: forward_mismatch: " in text]
@@ -138,7 +143,7 @@ def test_a_sampler_that_is_not_the_actor_is_warned_of_once(ppo, tmp_path, name, 
     flags, warned, patches = SAMPLERS[name]
     patches = {key: changed(ppo.play, f) if key == "play" else f for key, f in patches.items()}
     with mock.patch.multiple(ppo, **patches) if patches else contextlib.nullcontext():
-        seen = record(ppo, tmp_path, **RAGGED, **flags, actor_lr=0.05, dtype=dtype, ppo_epochs=1)
+        seen = record(ppo, tmp_path, **flags, actor_lr=0.05, dtype=dtype, ppo_epochs=1, critic_epochs=0)
     assert [text.startswith(WARNING) for text in seen.printed].count(True) == warned
 
 
