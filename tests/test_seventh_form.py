@@ -30,6 +30,7 @@ from test_math import close
 from test_rollout import ALPHABET, make_envs, make_model, run, scripted_model
 from test_train import SMALL, changed, lines, record
 from test_transformers import FAMILIES, VOCABULARY, hf_folder, load_theirs
+from torch.multiprocessing import ProcessRaisedException
 
 import ppo_llm_continuous_batching as continuous
 
@@ -667,6 +668,26 @@ def test_ranks_that_do_not_compute_alike_are_an_error_that_names_what(ppo):
         for ranks in (same, same | {part: other}), (same | {part: other}, same):
             with pytest.raises(ppo.UserError, match=f"the ranks differ in {name}: compute it alike on all of them"):
                 ranks_agree(ppo, *ranks)
+
+
+class Disagrees(TextEnv):
+    """Makes rank 1 choose other prompts."""
+
+    def __init__(self):
+        if os.environ.get("RANK") == "1":
+            sys.modules["ppo_llm"].first_training_seed = lambda args: 2**21
+
+
+gym.register("Disagrees-v0", entry_point=Disagrees)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_choose_other_prompts_end_with_an_error(ppo, tmp_path):
+    flags = SMALL | dict(env_id="test_seventh_form:Disagrees-v0")
+    error = "UserError: the ranks differ in the seeds of the prompts: compute it alike on all of them"
+    with pytest.raises(ProcessRaisedException, match=error):
+        run_on_ranks(ppo, tmp_path, 2, ("run", flags, None))
+    assert lines(tmp_path / "run") == []
 
 
 def test_every_iteration_checks_what_the_ranks_must_compute_alike(ppo, tmp_path):
