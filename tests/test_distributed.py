@@ -198,7 +198,7 @@ def test_a_signal_on_one_rank_ends_all_after_the_iteration_and_they_can_be_resum
 @pytest.mark.slow
 def test_an_error_of_one_rank_ends_all(ppo, tmp_path):
     """The 15th prompt belongs to the second iteration of 8 prompts, and to the second rank."""
-    seed = ppo.first_training_seed(ppo.Args()) + 14
+    seed = ppo.first_training_seed(ppo.Args(), ppo.SortDigits()) + 14
     faulty = dict(env_id="environments:Constant-v0", env_kwargs=json.dumps({"reward": "?", "first": seed}))
     code, output = finish(start(torchrun(2, ppo.__file__, *flags_of(**faulty)), tmp_path), timeout=60)
     assert output.count(f"error: cannot play the episode with seed {seed}: ") == 1, output
