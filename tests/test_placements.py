@@ -117,6 +117,9 @@ def test_rollout_ranks_sample_one_iteration_ahead(ranks, players, patched, launc
     assert_same_metrics(lines(folder / "run"), lines(launch(ppo_llm, 1, ("late", AHEAD, None)) / "late"))
     same_run(folder / "resumed", folder / "saved", after=2)
     assert_diagnosed(folder)
+    row = {"ratio/diagnosis": None} | lines(folder / "run")[1]  # The sampler is late by design: no warning.
+    assert row["debug/sampler_trainer_logprob_diff"] > 1e-2
+    assert not [*patched("rollout_ranks").find_mistakes(row, patched("rollout_ranks").Args(**flags))]
     assert [seen["code"] for seen in saw(folder, "stopped", ranks)] == [143] * ranks
     assert [path.name for path in (folder / "stopped" / "checkpoints").iterdir()] == ["iter_000003"]
     assert placed(folder, "run", ranks)[-2:] == ["actor critic reference" if players == 1 else "sampler", "sampler"]
