@@ -381,7 +381,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
     plan = plan_steps(args)
     run = Run(args, state)
     stop.catch()
-    print_plan(args, plan, eval_envs)
+    print_plan(args, plan, envs, eval_envs)
     decoder = Decoder(sampler, decoder_rows(args), tokenizer.stop_ids, args)
     evaluate_now = functools.partial(evaluate, decoder, tokenizer, reward_model, eval_envs)
     if state.eval_before is None:
@@ -2281,7 +2281,7 @@ EMBEDDED_WIDTH = 64  # hidden_size of the default model
 NOT_ZERO = (
     "temperature", "rollout_slots", "rollout_batch_size", "n_samples_per_prompt",
     "train_batch_size", "max_new_tokens")  # fmt: skip
-AT_MOST_ONE = "gamma", "gae_lambda", "critic_lambda", "lr_end"
+AT_MOST_ONE = "gamma", "gae_lambda", "critic_lambda", "clip_low", "lr_end"
 
 
 def check_flags(args):
@@ -2322,15 +2322,14 @@ def plan_steps(args) -> types.SimpleNamespace:
     )
 
 
-def print_plan(args, plan, eval_envs: list[gym.Env]):
+def print_plan(args, plan, envs: list[gym.Env], eval_envs: list[gym.Env]):
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     kl = f"KL x {args.kl_coef:g} in the {'loss' if args.kl_loss else 'reward'}"
     evaluation = "none"
     if eval_envs:
         evaluation = f"{args.eval_episodes} episodes, sampled and greedy, on other seeds"
-        kwargs = json.loads(args.env_kwargs)
-        same = kwargs | json.loads(args.eval_env_kwargs) == kwargs
-        if same and hasattr(eval_envs[0].unwrapped, "num_prompts"):
+        rows = [getattr(env.unwrapped, "rows", None) for env in (envs[0], eval_envs[0])]
+        if rows[0] and rows[0] == rows[1]:
             evaluation += ", but on the prompts of training: see --eval-env-kwargs"
     print0(f"""\
   ranks      {WORLD_SIZE}, {args.device}, {args.dtype}, compile {args.compile}
@@ -2767,8 +2766,9 @@ class Run:
         samples = logged_samples(episodes, experience)
         for name, value in vars(self.state).items():  # before the first checkpoint needs it
             with attempt(f"save TrainState.{name}, {value!r:.80}, as JSON"):
-                if repr(json.loads(json.dumps(value))) != repr(value):
-                    raise ValueError("it would come back different: no tuples, no keys but text")
+                loaded = json.loads(json.dumps(value))
+                if repr(loaded) != repr(value):
+                    raise ValueError(f"a resumed run would read {loaded!r:.80}")
         if RANK == 0:
             self.append("metrics", {"iteration": i} | metrics)
             for name, value in metrics.items():
@@ -2849,10 +2849,10 @@ def run_checkpoints(run_folder: Path) -> list[Path]:
 
     Raises OSError if the folder cannot be read.
     """
-    folder = run_folder / "checkpoints"
-    names = os.listdir(folder) if os.path.lexists(folder) else []
-    names = sorted((x for x in names if re.fullmatch(r"iter_[0-9]{6}", x)), reverse=True)
-    return [folder / name for name in names]
+    folder, names = run_folder / "checkpoints", []
+    with contextlib.suppress(FileNotFoundError):
+        names = [name for name in os.listdir(folder) if re.fullmatch(r"iter_[0-9]{6}", name)]
+    return [folder / name for name in sorted(names, reverse=True)]
 
 
 KEEP_CHECKPOINTS = 2
@@ -2892,7 +2892,8 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
                 return path
             print0(f"passed over {path}: files are missing or damaged")
         summary = run_folder / "summary.json"
-        if paths or (summary.exists() and read_json(summary)["status"] != "failed"):
+        ended = summary.exists() and read_json(summary)["status"] != "failed"
+        if paths or ended or (run_folder / "model").exists():
             raise UserError(
                 f"--resume auto: {run_folder} has results, but no complete checkpoint. To keep "
                 "them, choose another --run-name. To begin anew, delete the folder"

@@ -111,13 +111,13 @@ def forked(ppo, folder, old, new):
 
 
 @BOTH_DTYPES
-def test_a_choice_of_samples_may_round_differently_which_is_a_warning_at_most(ppo, tmp_path, dtype):
+def test_a_choice_of_samples_may_round_differently(ppo, tmp_path, dtype):
     choice = "trained = experience.select(torch.arange(1, 12, 2))  #"
     with forked(ppo, tmp_path, "trained = experience  #", choice) as fork:
         seen = record(fork, tmp_path, **RAGGED, dtype=dtype, compile="off")
     assert [len(row["ratio/steps"]) for row in seen.rows] == [2, 2]
     warned = [text for text in seen.printed if "ratio: forward_mismatch: " in text]
-    assert len(warned) == (dtype == "bfloat16") and all(row["ratio/first_dev"] < 0.05 for row in seen.rows)
+    assert not warned and all(row["ratio/first_dev"] < 0.05 for row in seen.rows)
 
 
 # --- The sampler
@@ -155,7 +155,8 @@ def test_what_rounding_explains_depends_on_dtype_and_temperature(ppo):
         metrics = {"ratio/diagnosis": None, "critic/first_dev": 0.0, "ratio/first_dev": 1.0}
         for factor in (0.9, 1.1):
             metrics["debug/sampler_trainer_logprob_diff"] = factor * limit
-            assert [text.startswith(WARNING) for text in ppo.find_mistakes(metrics, args)] == [True] * (factor > 1)
+            said = ppo.find_mistakes(metrics, types.SimpleNamespace(values=torch.zeros(1)), args)
+            assert [text.startswith(WARNING) for text in said] == [True] * (factor > 1)
 
 
 # --- Precision
@@ -259,6 +260,7 @@ def test_what_cannot_be_read_is_an_error_and_not_a_damaged_checkpoint(ppo, tmp_p
     owner, name, error = BROKEN_DISKS[what]
     folder = complete_checkpoint(tmp_path / "run", 1)
     (folder / "state.json").write_text('{"files": ["a.safetensors"]}')
+    (folder / "a.safetensors").touch()
     broken_disk = mock.patch.object(getattr(ppo, owner) if owner else ppo, name, raises(error))
     message = rf"^cannot read the checkpoints of \S*run: .*{error.strerror}"
     with broken_disk, pytest.raises(ppo.UserError, match=message):
@@ -282,11 +284,10 @@ def test_a_file_with_the_name_of_a_checkpoint_is_passed_over(ppo, tmp_path):
     assert ppo.find_checkpoint(auto(ppo, tmp_path)).name == "iter_000001"
 
 
-@pytest.mark.xfail(strict=True, reason="os.path.lexists takes any OSError for a folder that is not there")
 def test_a_folder_whose_state_is_unknown_is_not_one_without_checkpoints(ppo, tmp_path):
     """As on a disk of the network that answers only the second time."""
     complete_checkpoint(tmp_path / "run", 1)
-    with mock.patch.object(os, "lstat", raises(OSError(errno.EIO, "Input/output error"))), pytest.raises(ppo.UserError):
+    with mock.patch.object(os, "listdir", raises(OSError(errno.EIO, "Input/output error"))), pytest.raises(ppo.UserError):
         ppo.find_checkpoint(auto(ppo, tmp_path))
 
 
@@ -303,7 +304,7 @@ gym.register("Hides-v0", entry_point=Hides)
 
 @pytest.mark.slow
 def test_two_ranks_that_see_other_folders_resume_the_same_iteration(ppo, tmp_path):
-    flags = SMALL | dict(save_every=1, env_id="test_seventh_form:Hides-v0", ppo_epochs=1, kl_coef=0.1)
+    flags = SMALL | dict(save_every=1, env_id="test_rules:Hides-v0", ppo_epochs=1, kl_coef=0.1)
     resumed = flags | dict(resume="auto", num_iterations=3, run_name="run")
     run_on_ranks(ppo, tmp_path, 2, ("run", flags, None), ("again", resumed, None))
     first, second = (json.loads((tmp_path / f"again.{rank}.json").read_text())["episodes"] for rank in (0, 1))
@@ -404,11 +405,10 @@ class Scarce(TextEnv):
 gym.register("Scarce-v0", entry_point=Scarce)
 
 
-@pytest.mark.xfail(strict=True, reason="spare environments of continuous batching are made outside of `attempt`")
 def test_an_environment_that_cannot_be_made_later_is_an_error_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr(Scarce, "made", 0)
     with pytest.raises(continuous.CodeError, match="no more connections"):
-        record(continuous, tmp_path, env_id="test_seventh_form:Scarce-v0")
+        record(continuous, tmp_path, env_id="test_rules:Scarce-v0")
 
 
 @pytest.mark.parametrize(("flags", "error"), [
@@ -453,7 +453,6 @@ def test_a_signal_ends_the_last_evaluation(ppo, tmp_path, number, code):
     assert exported and all(torch.equal(x, saved[f"actor.{name}"]) for name, x in exported.items())
 
 
-@pytest.mark.xfail(strict=True, reason="a signal between the last iteration and the evaluation is forgotten")
 def test_a_signal_while_the_last_export_is_written_ends_the_run_without_an_evaluation(ppo, tmp_path):
     with on_call(ppo, "save_hf_checkpoint", 1, lambda *_: signal.raise_signal(signal.SIGTERM)):
         seen = record(ppo, tmp_path, num_iterations=1)
@@ -470,7 +469,7 @@ def prompts_file(tmp_path, name="rows.jsonl", rows=7, **kwargs):
 
 
 def test_the_plan_says_when_evaluations_use_the_prompts_of_training(ppo, tmp_path):
-    kwargs, other = (prompts_file(tmp_path, name) for name in ("train.jsonl", "test.jsonl"))
+    kwargs, other = (prompts_file(tmp_path, f"{rows}.jsonl", rows) for rows in (7, 5))
     for flags, said in [
         (dict(), True), (dict(eval_env_kwargs=kwargs), True), (dict(eval_env_kwargs=other), False),
         (dict(eval_episodes=0), False), (dict(env_id="SortDigits-v0", env_kwargs="{}"), False),
@@ -517,13 +516,15 @@ def test_every_pass_over_the_prompts_has_all_of_them_in_an_order_of_its_own(ppo,
     backwards = order(range(begin + 9 * n - 1, begin - 1, -1), again)
     assert backwards[::-1] == [row for rows in passes for row in rows]  # a function of the seed alone
     assert order(range(begin - 1, begin), env) == order(range(begin - 1, begin), again)
+    assert ppo.first_training_seed(ppo.Args(), env) % n == 0  # a pass begins with the run
     orders = {tuple(order(range(seed, seed + n), env))
-              for seed in (ppo.first_training_seed(ppo.Args(seed=s)) for s in range(9))}  # fmt: skip
+              for seed in (ppo.first_training_seed(ppo.Args(seed=s), env) for s in range(9))}  # fmt: skip
     assert len(orders) == 9
 
 
 def test_training_seeds_are_above_those_of_evaluations(ppo):
-    assert all(2**20 <= ppo.first_training_seed(ppo.Args(seed=seed)) < 2**31 for seed in range(20_000))
+    env = ppo.SortDigits()
+    assert all(2**20 <= ppo.first_training_seed(ppo.Args(seed=seed), env) < 2**31 for seed in range(20_000))
 
 
 def test_an_end_that_is_both_is_terminated(ppo):
@@ -675,7 +676,7 @@ class Disagrees(TextEnv):
 
     def __init__(self):
         if os.environ.get("RANK") == "1":
-            sys.modules["ppo_llm"].first_training_seed = lambda args: 2**21
+            sys.modules["ppo_llm"].first_training_seed = lambda args, env: 2**21
 
 
 gym.register("Disagrees-v0", entry_point=Disagrees)
@@ -683,7 +684,7 @@ gym.register("Disagrees-v0", entry_point=Disagrees)
 
 @pytest.mark.slow
 def test_two_ranks_that_choose_other_prompts_end_with_an_error(ppo, tmp_path):
-    flags = SMALL | dict(env_id="test_seventh_form:Disagrees-v0")
+    flags = SMALL | dict(env_id="test_rules:Disagrees-v0")
     error = "UserError: the ranks differ in the seeds of the prompts: compute it alike on all of them"
     with pytest.raises(ProcessRaisedException, match=error):
         run_on_ranks(ppo, tmp_path, 2, ("run", flags, None))
@@ -735,7 +736,7 @@ def test_arguments_of_the_chat_template_reach_the_actor(ppo, tmp_path):
 
 def test_no_prompt_is_left_out_between_two_iterations(ppo, tmp_path):
     seen = record(ppo, tmp_path, n_samples_per_prompt=4, rollout_batch_size=2, eval_episodes=0)
-    first = ppo.first_training_seed(ppo.Args())
+    first = ppo.first_training_seed(ppo.Args(), ppo.SortDigits())
     expected = [[first + 2 * i + k for k in (0, 0, 0, 0, 1, 1, 1, 1)] for i in range(2)]
     assert [call["seeds"] for call in seen.calls["play"]] == expected
 
@@ -848,7 +849,7 @@ def test_the_warm_start_encodes_demonstrations_after_their_prompts_and_clips_gra
 
     with mock.patch.object(ppo.HFTokenizer, "encode", encode_seen):
         seen = record(ppo, tmp_path, sft_steps=2, max_grad_norm=0.01, num_iterations=1)
-    first = ppo.first_training_seed(ppo.Args())
+    first = ppo.first_training_seed(ppo.Args(), ppo.SortDigits())
     prompts = ("ab=", "fed=", "x=", "bad=", "day=", "face=")
     assert contexts == [prompts[(first + i) % 6] for i in range(2 * 16)]
     assert [norm for _, _, norm in seen.steps[:2]] == pytest.approx([0.01] * 2, rel=1e-3)
