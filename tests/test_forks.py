@@ -293,7 +293,7 @@ NAIVE = {  # changes that look right: (text of the script, what replaces it, the
     "success rates by prompt, which JSON would give names of text": [
         "    eval_before: dict | None = None\n",
         "    eval_before: dict | None = None\n    rates: dict = field(default_factory=lambda: {1048576: 0.5})\n",
-        "cannot save TrainState.rates, {1048576: 0.5}, as JSON: ValueError: it would come back different",
+        "cannot save TrainState.rates, {1048576: 0.5}, as JSON: ValueError: a resumed run would read {'1048576': 0.5}",
     ],
 }
 
