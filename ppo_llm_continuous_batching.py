@@ -797,7 +797,7 @@ def sample_token(decoder: Decoder, n_visible: int):
     newest = decoder.tokens.gather(1, position)
     logits = decoder.sampler.next_logits(newest, position, decoder.cache, n_visible)  # [B, V]
     # FORK: sampling. If you add top-p or top-k, record the log-probs of the filtered policy and
-    # weight the loss by exp(old - recorded), as tests/forks/sampler_correction.patch does. Do not
+    # weight the loss by exp(old - recorded), as forks/sampler_correction.patch does. Do not
     # filter old and new log-probs: after an update the filter may remove a sampled token.
     logits /= decoder.temperature
     # The argmax of logits plus Gumbel noise is a sample. Greedy decoding scales the noise by 0.
@@ -1780,7 +1780,7 @@ def load_rows(path: str, convert: Callable) -> list[dict]:
     for i, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        with attempt(f"use line {i} of {path} (see benchmarks/environments.md)"):
+        with attempt(f"use line {i} of {path} (see docs/your_task.md)"):
             row = convert(json.loads(line))
             as_messages(row["prompt"])  # raises if it is malformed
             rows.append(row)

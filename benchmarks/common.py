@@ -123,7 +123,7 @@ def temporary_folder():
 
 @functools.cache
 def patched_script(patch: str) -> Path:
-    """The path of a copy of ppo_llm.py with tests/forks/<patch>.patch applied."""
+    """The path of a copy of ppo_llm.py with forks/<patch>.patch applied."""
     copied = Path(temporary_folder().name, patch, "ppo_llm.py")
     copied.parent.mkdir()
     copied.write_bytes((ROOT / "ppo_llm.py").read_bytes())

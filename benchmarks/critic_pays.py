@@ -1,14 +1,16 @@
-"""Does the critic pay? The embedded model with a critic, with a constant baseline, and with advantages of groups.
+"""Does the critic pay? The built-in model with a critic, with a constant baseline, and with advantages of groups.
 
     python benchmarks/critic_pays.py TASK METHOD SEED [SEED ...]   # adds a line for each seed to data/critic_pays.jsonl
     python benchmarks/critic_pays.py table                         # prints samples and seconds to a level
 
-TASK is sort, "sort 10" or prefix; METHOD is critic, constant, group or another key of METHODS. A seed takes two
-minutes. Every method gets 256 samples an iteration and otherwise the defaults; groups are four samples of one prompt,
-by tests/forks/group_normalised.patch. The level is 90 % of right answers, or of sorting ten digits a reward of 0.8, the
-share of digits in place, or of prefix, where digits count up to the first wrong one, 0.5. It is that of the rollouts,
-which are sampled, each of prompts that were not asked before, and is reached where the mean over five iterations is
-above it. Seconds are those of iterations.
+TASK is sort, "sort 10" or prefix. METHOD is critic, constant, group or another key of METHODS. A seed takes two
+minutes. Every method has 256 samples per iteration and otherwise the defaults. Groups are four samples of one prompt,
+with forks/group_normalised.patch.
+
+The level is reached where the mean over five iterations is above it. It is 90 % of right answers for sort, and a
+reward of 0.8 for "sort 10", where the reward is the share of digits in place. It is a reward of 0.5 for prefix, where
+digits count up to the first wrong one. Answers and rewards are those of the rollouts, whose prompts were not asked
+before. Seconds are those of iterations.
 """
 
 import contextlib

@@ -1,14 +1,14 @@
 """Ten experiments on the default task, each of which answers a question about PPO by curves.
 
-    python benchmarks/experiments.py                      # the experiments and the commands of their runs
+    python benchmarks/experiments.py                      # lists the experiments and the commands of their runs
     python benchmarks/experiments.py epochs 1 2 3         # runs one with these seeds; adds to data/experiments.jsonl
-    python benchmarks/experiments.py table [NAME ...]     # prints what the runs gave
+    python benchmarks/experiments.py table [NAME ...]     # prints the numbers of the runs
     python benchmarks/experiments.py draw                 # pictures/experiments.png and pictures/NAME.png
 
-A run is a command of ppo_llm.py that a reader can type, which takes two minutes of one core, up to six with more epochs
-and ten in bfloat16. Some runs change the script first: by a patch of tests/forks, or in one place, as the table of
-edits below says. Runs that several experiments share, such as the default one, are made once. The experiments.jsonl
-that is here is of 272afaa: move it away before you make runs of another version.
+A run is a command of ppo_llm.py that a reader can type. It takes two minutes of one core, up to six with more epochs,
+and ten in bfloat16. Some runs change the script first, by a patch of forks/, or in one place, as the table of edits
+below says. Runs that several experiments share, such as the default one, are made once. The experiments.jsonl in the
+repository is from commit 272afaa. Move it away before you make runs of another version.
 """
 
 import dataclasses

@@ -5,11 +5,11 @@
     python benchmarks/ranks.py real DIR  # two, a Hugging Face checkpoint and a few sums
 
 Prints the largest differences from the first run, and seconds.
-Actor and critic are apart in a copy of the script with tests/forks/critic_ranks.patch applied, which adds the flag
---critic-ranks; all other runs are those of the script itself.
-Three iterations of the embedded task in float32 on the CPU, most of what the loop can do switched on. Compared are four
-completions an iteration, all numbers in metrics.jsonl but timings and memory, and exported weights.
-A start is what passes before the run folder is made: imports, rendezvous, models.
+Actor and critic are apart in a copy of the script with forks/critic_ranks.patch, which adds the flag --critic-ranks.
+All other runs are those of the script itself.
+A run makes three iterations of the default task in float32 on the CPU, with most of what the loop can do switched on.
+It is compared in four completions per iteration, in all numbers of metrics.jsonl except timings and memory, and in the
+exported weights. A start is the time until the run folder is made: imports, rendezvous, models.
 """
 
 import json

@@ -174,7 +174,7 @@ def test_environment_that_fails_is_named_with_the_seed(ppo, tmp_path, env, part)
     ("GSM8K-v0", None, "No such file"), ("GSM8K-v0", "", "no rows in"), ("GSM8K-v0", "[5]", "use line 1 of"),
     ("GSM8K-v0", GSM8K_LINE + "\n" + GSM8K_LINE[:-9], "use line 2 of"), ("GSM8K-v0", "{'caf\xe9'}", "utf-8"),
     ("GSM8K-v0", PROMPT, "KeyError: 'answer'"), ("GSM8K-v0", '{"answer": "two"}', "no '#### number' in the answer"),
-    *[("Prompts-v0", PROMPT + "\n" + line, f"use line 2 of ROWS (see benchmarks/environments.md): {x}") for line, x in [
+    *[("Prompts-v0", PROMPT + "\n" + line, f"use line 2 of ROWS (see docs/your_task.md): {x}") for line, x in [
         (PROMPT[:-1], "JSON"), ("5", "TypeError"), ('{"prompt": 5}', "TypeError"),
         ('{"instruction": "a", "output": "b"}', "KeyError: 'messages'"),
         (MESSAGES("user", text=[{"type": "text"}]), "TypeError: {'role': 'user', 'content': [{'type': 'text'}]}: role"),

@@ -1,4 +1,7 @@
-"""People's data, rewards and environments: what README and benchmarks/environments.md say, and their code, as it is."""
+"""People's data, rewards and environments: what README.md and docs/your_task.md say, and their code, as it is.
+
+Tried with gymnasium 1.4.0, gem-llm 0.1.0, textarena 0.7.4, textworld 1.7.0 and math-verify 0.9.0.
+"""
 
 import asyncio
 import http.server
@@ -22,7 +25,7 @@ from test_train import record
 
 pytestmark = pytest.mark.shared
 
-PAGE = (Path(__file__).parent.parent / "benchmarks" / "environments.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "your_task.md").read_text()
 SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 ALTERNATE = ("{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
              "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}")  # fmt: skip
@@ -226,6 +229,26 @@ def test_whole_prompts_are_in_completions(ppo, tmp_path, tokenizer):
     record(ppo, tmp_path, **flags, max_prompt_tokens=40)
     samples = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
     assert {sample["prompt"] for sample in samples} == {"Be brief.\na?"}
+
+
+def test_the_game_of_the_page():
+    code = PAGE.split("## Several turns")[1].split("```python\n")[1].split("```")[0]
+    module = {}
+    exec(code, module)
+    game = module["GuessNumber"]()
+    for seed in range(8):
+        _, info = game.reset(seed=seed)
+        assert info["demonstration"] in "01234567" and game.number in range(8)
+        answers = [game.step(str(guess)) for guess in range(game.number + 1)]
+        assert [answer[:3] for answer in answers] == [(">", -0.2, False)] * game.number + [("", 1.0, True)]
+        assert game.step("?")[0] == (">" if game.number else "?")
+
+
+def test_the_reward_function_of_the_front_page():
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    module = {}
+    exec("def reward" + readme.split("```python\ndef reward")[1].split("```")[0], module)
+    assert module["reward"]("Capital of Peru?", "It is Lima", {"answer": "Lima"}) == (0.97, True)
 
 
 def test_verl_and_trl(ppo, tokenizer, tmp_path):

@@ -1,7 +1,9 @@
-"""Links, commands, flags and metrics that the documentation names exist."""
+"""Links, commands, flags, metrics, code and numbers of the pages."""
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,22 @@ from test_train import record
 pytestmark = pytest.mark.shared
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", *sorted(f"benchmarks/{page.name}" for page in (ROOT / "benchmarks").glob("*.md"))]
+FORKS = "forks" if (ROOT / "forks").exists() else "tests/forks"  # where the patches and their guide lie
+FOLDERS = "docs", "benchmarks", FORKS
+PAGES = ["README.md", *sorted(f"{folder}/{page.name}" for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))]
 # Flags of other programs, and those that only patches have.
 OTHERS = (
     "nproc-per-node shutdown-timeout rdzv-id rdzv-endpoint rdzv-backend pid no-deps nnodes max-restarts logdir "
-    "local-dir help gpu sampler-ranks slow rollout-is-cap rollout-is-band rollout-is-sequence"
+    "local-dir help gpu length-penalty sampler-ranks slow rollout-is-cap rollout-is-band rollout-is-sequence"
 ).split()
+
+
+def target_of(page: Path, path: str) -> Path:
+    """The file to which a link of a page leads. Pages write `forks/` wherever the patches lie."""
+    file = (page.parent / path).resolve()
+    if file.is_relative_to(ROOT / "forks"):
+        return ROOT / FORKS / file.relative_to(ROOT / "forks")
+    return file
 
 
 def anchors(page: str) -> set[str]:
@@ -30,9 +42,43 @@ def test_links_lead_somewhere(name):
     page = ROOT / name
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
-        file = page.parent / path if path else page
+        file = target_of(page, path) if path else page
         assert target.startswith("http") or file.exists(), target
         assert target.startswith("http") or not anchor or anchor in anchors(file.read_text()), target
+
+
+def test_the_loop_of_the_front_page_is_that_of_the_script():
+    """Every line of the excerpt, in the same order. Lines between them are left out."""
+    readme = (ROOT / "README.md").read_text()
+    [excerpt] = re.findall(r"```python\n(while .*?)```", readme, re.DOTALL)
+    script = iter((ROOT / "ppo_llm.py").read_text().splitlines())
+    for line in excerpt.splitlines():
+        assert line.strip() == "..." or f"    {line}" in script, line
+
+
+def test_the_lengths_that_the_front_page_names():
+    lines = (ROOT / "ppo_llm.py").read_text().splitlines()
+    [part_two] = [i for i, line in enumerate(lines) if "Part II: what PPO stands on" in line]
+    text = (ROOT / "README.md").read_text()
+    [(whole, first)] = re.findall(r"The file has some ([\d,]+) lines, and the first (\d+) are PPO", text)
+    assert abs(int(whole.replace(",", "")) - len(lines)) < 20 and abs(int(first) - part_two) < 10
+
+
+NUMBER = r"-?\d+\.\d+"
+
+
+@pytest.mark.slow
+def test_one_iteration_by_hand_shows_what_its_script_prints():
+    """The last digit depends on how a processor rounds."""
+    page = (ROOT / "docs/one_iteration.md").read_text()
+    blocks = re.findall(r"```\n(.*?)```", page, re.DOTALL)
+    command = [sys.executable, ROOT / "docs/one_iteration.py"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    shown = " ".join("\n".join(blocks).split())
+    printed = " ".join(printed.split())
+    assert re.sub(NUMBER, "x", shown) == re.sub(NUMBER, "x", printed)
+    numbers = [[float(x) for x in re.findall(NUMBER, text)] for text in (shown, printed)]
+    assert len(numbers[0]) > 200 and numbers[0] == pytest.approx(numbers[1], abs=0.01)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -51,7 +97,7 @@ def test_commands_and_flags_exist(ppo, name):
 def test_defaults_are_those_of_the_table(ppo):
     """Adam's are those of PyTorch, but without weight decay."""
     args = vars(ppo.Args()) | {name: with_model for name, (_, with_model) in ppo.DEFAULTS.items()}
-    table = (ROOT / "benchmarks/details.md").read_text().split("## Names elsewhere")[1]
+    table = (ROOT / "docs/coming_from.md").read_text().split("## Names elsewhere")[1]
     cells = "; ".join(["gamma = 1; gae_lambda = 1; clip_low = 0.2", *re.findall(r"^\| (`.*?) \|", table, re.M)])
     found = re.findall(r"(\w+) = ([\d.e-]+|on|off|none)(?=[;,]|$)", cells.replace("`", ""))
     words = {"on": True, "off": False, "none": None}
@@ -65,9 +111,8 @@ def test_metrics_of_the_pages_are_logged(ppo, tmp_path):
     run = record(ppo, tmp_path, kl_coef=0.1, kl_loss="k3", eval_every=1, actor_lr=0.0)  # so that there is a diagnosis
     logged = {name for row in run.rows for name in row}
     kinds = {name.split("/")[0] for name in logged if "/" in name} | {"losses", "charts", "rollout", "grad"}
-    pages = (ROOT / "README.md").read_text(), (ROOT / "benchmarks/critic.md").read_text()
-    table = (ROOT / "benchmarks/details.md").read_text().split("## Metrics")[1].split("\n## ")[0]
-    for text in *pages, table:
+    table = (ROOT / "docs/reading_a_run.md").read_text().split("## Metrics")[1].split("\n## ")[0]
+    for text in *((ROOT / name).read_text() for name in PAGES), table:
         named = set(re.findall(rf"`((?:{'|'.join(kinds)})/[a-z0-9_]+)`", text))
-        assert named and named - {"ratio/early_stop_kl"} <= logged  # it did not stop early
+        assert named - {"ratio/early_stop_kl"} <= logged  # it did not stop early
     assert {name for name in logged if re.match("actor|critic|objective|ratio", name)} <= named  # by the table
