@@ -215,7 +215,9 @@ def test_rewards_that_are_not_finite_or_have_no_finite_square(ppo, tmp_path):
 
 
 @pytest.mark.parametrize(("value", "error"), [
-    (torch.zeros(()), "TypeError"), ((1, 2), "ValueError: a resumed run would read [1, 2]"), ({1: 2}, "ValueError: a resumed run would read {'1': 2}")])
+    (torch.zeros(()), "TypeError"), ((1, 2), "ValueError: a resumed run would read [1, 2]"),
+    ({1: 2}, "ValueError: a resumed run would read {'1': 2}"),
+])  # fmt: skip
 def test_a_state_that_is_not_json_is_refused_in_the_first_iteration(ppo, tmp_path, value, error):
     """Not when the first checkpoint is written, an hour later."""
 
