@@ -117,10 +117,10 @@ def ratio(folder: str) -> None:
     for dtype in ("float32", "bfloat16"):
         args, actor, experience = sampled(folder, dtype, 24)
         mask = experience.mask
-        generator, everything = torch.Generator().manual_seed(0), torch.arange(len(mask))
-        old = ppo_llm.logprobs_of_all(actor, experience, [everything], args)
+        minibatches = ppo_llm.minibatch_rows(experience, 0, ppo_llm.TrainState(), args)
+        old = ppo_llm.logprobs_of_all(actor, experience, minibatches, args)
         new = torch.zeros_like(old)
-        for part in torch.randperm(len(old), generator=generator).split(args.train_batch_size):  # other microbatches
+        for part in minibatches:
             for rows in ppo_llm.microbatches(part, experience.lengths, args.micro_batch_tokens):
                 logprobs, _ = actor.sampled_logprobs(experience.microbatch(rows, "cpu"), 1.0)  # with gradients
                 new[rows, : logprobs.shape[1]] = logprobs.detach().float()
