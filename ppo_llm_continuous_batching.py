@@ -965,7 +965,7 @@ def check_config(config: PretrainedConfig) -> PretrainedConfig:
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act {config.hidden_act!r}: must be silu")
     uses_window = getattr(config, "use_sliding_window", config.model_type == "mistral")
-    if uses_window and config.sliding_window is not None:
+    if uses_window and getattr(config, "sliding_window", None) is not None:
         raise ValueError(f"sliding_window {config.sliding_window}: attention must have no window")
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
