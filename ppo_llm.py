@@ -2077,8 +2077,8 @@ ADVICE = {  # by the cause of a ratio that stays at 1, or does not begin there
     "no_grad_to_actor": "detached log-probs or frozen parameters",
     "optimizer_noop": "the optimizer does not hold the actor's parameters",
     "lr_or_clip_too_small": "raise --actor-lr or --max-grad-norm",
-    "old_logprob_recomputed": "record them once, before the first update. In bfloat16 a forward pass "
-    "that runs a stale copy of the model looks the same",
+    "old_logprob_recomputed": "record them once, before the first update. In bfloat16 a forward "
+    "pass that runs a stale copy of the model looks the same",
     "forward_ignores_update": "the forward pass runs a stale copy of the model",
 }
 
