@@ -127,7 +127,7 @@ def patched_script(patch: str) -> Path:
     copied = Path(temporary_folder().name, patch, "ppo_llm.py")
     copied.parent.mkdir()
     copied.write_bytes((ROOT / "ppo_llm.py").read_bytes())
-    subprocess.run(["git", "apply", ROOT / "tests" / "forks" / f"{patch}.patch"], cwd=copied.parent, check=True)
+    subprocess.run(["git", "apply", ROOT / "forks" / f"{patch}.patch"], cwd=copied.parent, check=True)
     return copied
 
 

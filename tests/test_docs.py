@@ -13,8 +13,7 @@ from test_train import record
 pytestmark = pytest.mark.shared
 
 ROOT = Path(__file__).resolve().parent.parent
-FORKS = "forks" if (ROOT / "forks").exists() else "tests/forks"  # where the patches and their guide lie
-FOLDERS = "docs", "benchmarks", FORKS
+FOLDERS = "docs", "benchmarks", "forks"
 PAGES = ["README.md", *sorted(f"{folder}/{page.name}" for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))]
 # Flags of other programs, and those that only patches have.
 OTHERS = (
@@ -22,14 +21,6 @@ OTHERS = (
     "local-dir help gpu length-penalty critic-ranks sampler-ranks slow rollout-is-cap rollout-is-band "
     "rollout-is-sequence"
 ).split()
-
-
-def target_of(page: Path, path: str) -> Path:
-    """The file to which a link of a page leads. Pages write `forks/` wherever the patches lie."""
-    file = (page.parent / path).resolve()
-    if file.is_relative_to(ROOT / "forks"):
-        return ROOT / FORKS / file.relative_to(ROOT / "forks")
-    return file
 
 
 def anchors(page: str) -> set[str]:
@@ -43,7 +34,7 @@ def test_links_lead_somewhere(name):
     page = ROOT / name
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
-        file = target_of(page, path) if path else page
+        file = (page.parent / path).resolve() if path else page
         assert target.startswith("http") or file.exists(), target
         assert target.startswith("http") or not anchor or anchor in anchors(file.read_text()), target
 

@@ -1,4 +1,4 @@
-"""The patches in tests/forks/ apply, alone and in pairs, and do what they say; for some see test_placements.py."""
+"""The patches in forks/ apply, alone and in pairs, and do what they say; for some see test_placements.py."""
 
 import collections
 import dataclasses
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import ppo_llm
 
-FOLDER = ROOT / "tests" / "forks"
+FOLDER = ROOT / "forks"
 PATCHES = sorted(path.stem for path in FOLDER.glob("*.patch"))
 GUIDE = (FOLDER / "README.md").read_text()
 TABLE = re.findall(r"^\| \[(\w+)\]\(\1\.patch\) \| .+ \| \+(\d+) -(\d+) \| (yes|no) \|$", GUIDE, re.M)
