@@ -1,8 +1,8 @@
 r"""PPO for language models, in one file and in plain PyTorch, with continuous batching.
 
-This is ppo_llm.py with a different section 5. There, samples are decoded in waves, and a wave lasts
-as long as its longest sample; here, a row takes the next sample when its own ends. Flags, samples
-and results are the same.
+This is ppo_llm.py with a different section 5. ppo_llm.py decodes samples in waves, and a wave lasts
+as long as its longest sample. Here a row takes the next sample as soon as its own has ended. Flags,
+samples and results are the same.
 
     python ppo_llm_continuous_batching.py --rollout-slots 128
 
@@ -11,33 +11,35 @@ Part I is PPO (https://arxiv.org/abs/1707.06347). It is meant to be read from to
 stands on: 6. transformer, 7. tokenizer and checkpoints of Hugging Face, 8. text environments,
 9. statistics and diagnosis, 10. ranks and models, 11. run folder and resuming.
 
-Models. The actor is the policy that is trained. The old log-probs, the denominator of the ratio,
-are those of the actor before the updates of an iteration (by default). The critic predicts the
-reward that is still to come. It starts as a copy of the actor with a scalar head of zeros, or from
---critic-model, and is trained on the returns of GAE with --critic-lambda. The reference is the
-actor as it was when PPO began, after any warm start. The optional reward model is a frozen
-classifier. The sampler, an unsharded copy of the actor on every rank, generates text. It receives
-the actor's new weights at the end of each iteration.
+Models. The actor is the policy that is trained. Its weights are float32 in every precision. The
+old log-probs, which the ratio pi / pi_old divides by, are those of the actor before the updates of
+an iteration (by default). The critic predicts the reward that is still to come. It starts as a copy
+of the actor with a scalar head of zeros, or from --critic-model, and is trained on the returns of
+GAE with --critic-lambda. The reference is the actor as it was when PPO began, after any warm start.
+The optional reward model is a frozen classifier. The sampler, an unsharded copy of the actor on
+every rank, generates text. It receives the actor's new weights at the end of each iteration.
 
-Layout. A sample is an episode: a prompt and a response, perhaps followed by more turns. It is one
-row of a tensor [N, T] or [B, T]. Rows start at index 0 and are padded on the right. What belongs to
-a token is stored at the index of that token:
+Layout. A sample is an episode: a prompt, a response and, in environments of several turns, further
+messages and responses. It is one row of a tensor [N, T] or [B, T]. Rows start at index 0 and are
+padded on the right. What belongs to a token is stored at the index of that token:
 
-    mask[b, t]      is True if token t was sampled and its episode has a reward: it is trained on
+    mask[b, t]      is True if token t is trained on: it was sampled, and its episode has a reward
     logprobs[b, t]  = log pi(token t | tokens before t), for each policy pi
     values[b, t]    is the critic's value of the state in which token t was sampled
-    rewards[b, t]   is what token t earned; the last token of a turn gets the environment's reward
+    rewards[b, t]   is the reward of token t: the environment's reward of a turn goes to the last
+                    token of its response, info["rewards"] of a step to tokens within it
 
-Dimensions: N samples of a rollout, B rows of a microbatch or of the decoder, T tokens, S the most
-tokens that a row may have, V vocabulary, H and Hkv heads, D head size. A minibatch is the data of
-an optimizer step. A microbatch (`mb`) is the data of a forward and backward pass.
+Dimensions: N is the number of samples of a rollout, B that of the rows of a microbatch or of the
+decoder, T that of the tokens of the longest row, S the largest T that is allowed, V the size of the
+vocabulary, H and Hkv the numbers of heads and of key heads, D the size of a head. A minibatch is
+the data of an optimizer step. A microbatch (`mb`) is the data of a forward and backward pass.
 
 Ranks are the processes that torchrun starts. All of them hold the same experience. Each plays its
-share of the episodes and processes its share of every minibatch. Its loss is the sum over its share
-divided by the number of sampled tokens of the whole minibatch. Gradients are summed over the ranks,
-so they equal those of a single process.
+share of the episodes and trains on its share of every minibatch. The loss of a rank is the sum over
+its share divided by the number of sampled tokens of the whole minibatch. Gradients are summed over
+the ranks, so up to rounding they equal those of a single process.
 
-`# FORK:` marks the places where forks change the algorithm.
+`# FORK:` marks the places to edit if you want to change the algorithm.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # fragments memory less
 
 import gymnasium as gym
 import safetensors.torch
@@ -111,8 +113,8 @@ class Args:
 
     # --- Run
 
-    # seed of the built-in model's weights, the training prompts, the sampling noise and the order
-    # of minibatches
+    # seeds the weights of the built-in model, the training prompts, the sampling noise and the
+    # order of minibatches
     seed: int = 1
     # name of the run's folder; default: <environment>__<script>__<seed>__<time>-<random>
     run_name: str | None = None
@@ -141,8 +143,8 @@ class Args:
     reward_model: str | None = None
     env_id: str = "SortDigits-v0"  # SortDigits-v0, GSM8K-v0, Prompts-v0 or my_module:MyEnv-v0
     env_kwargs: str = "{}"  # arguments of the environment, as JSON
-    # arguments of the environment that differ in evaluations, such as the path of held-out data,
-    # as JSON
+    # arguments of the environment, as JSON, that replace those above in evaluations, such as the
+    # path of held-out data
     eval_env_kwargs: str = "{}"
     chat_template_kwargs: str = "{}"  # arguments of the actor's chat template, as JSON
 
@@ -150,41 +152,43 @@ class Args:
 
     num_iterations: int = 270  # number of iterations, each a rollout and the updates on it
     rollout_batch_size: int = 256  # number of prompts per rollout, on all ranks together
-    n_samples_per_prompt: int = 1  # number of responses per prompt
-    rollout_slots: int = 256  # maximum number of samples that a rank decodes at once
-    # maximum number of tokens per prompt; a longer prompt is an error; default 16, with --model 512
+    n_samples_per_prompt: int = 1  # number of episodes per prompt
+    rollout_slots: int = 256  # maximum number of episodes that a rank decodes at once
+    # maximum number of tokens per prompt; a longer prompt is an error; default: 512 if --model is
+    # given, else 16
     max_prompt_tokens: int | None = None
-    # maximum number of tokens after the prompt, over all turns, the environment's messages
-    # included; default 8, with --model 256
+    # maximum number of tokens after the prompt, over all turns, with the environment's messages;
+    # default: 256 if --model is given, else 8
     max_new_tokens: int | None = None
-    # temperature of the sampling in rollouts; all log-probs of PPO are computed at it
+    # temperature of the sampling in rollouts; PPO computes all log-probs at this temperature
     temperature: float = 1.0
     # compute the old log-probs with the actor, before the updates; with
     # --no-recompute-old-logprobs they are those that the sampler recorded
     recompute_old_logprobs: bool = True
-    # number of supervised steps on the environment's demonstrations before PPO (the warm start),
-    # with a learning rate that falls from --actor-lr to 0; default 150, with --model 0
+    # number of supervised steps on the environment's demonstrations before PPO (the warm start);
+    # the learning rate falls from --actor-lr to 0; default: 0 if --model is given, else 150
     sft_steps: int | None = None
 
     # --- Optimisation
 
-    # number of samples per optimizer step, on all ranks together; must divide --rollout-batch-size
-    # times --n-samples-per-prompt
+    # number of samples per optimizer step (the minibatch), on all ranks together; the samples of a
+    # rollout must be a multiple of it
     train_batch_size: int = 64
-    # maximum number of tokens per forward and backward pass on a rank; a longer sample is a pass of
-    # its own. On GPUs of 80 GB set 16384 or more
+    # maximum number of tokens per microbatch on a rank; a longer sample is a microbatch of its own;
+    # on GPUs of 80 GB set 16384 or more
     micro_batch_tokens: int = 4096
-    ppo_epochs: int = 2  # number of passes of the actor over each rollout
-    # number of passes of the critic over each rollout; 0: no critic; default: --ppo-epochs
+    ppo_epochs: int = 2  # number of epochs that the actor is trained on each rollout
+    # number of epochs that the critic is trained on each rollout; 0: there is no critic, and all
+    # values are 0; default: --ppo-epochs
     critic_epochs: int | None = None
-    # learning rate of the actor at the start; default 5e-4, with --model 1e-5
+    # learning rate of the actor at the start; default: 1e-5 if --model is given, else 5e-4
     actor_lr: float | None = None
-    # learning rate of the critic at the start; default 0.064 / hidden_size of the critic (built-in
-    # model: 1e-3, 0.5B: 7e-5)
+    # learning rate of the critic at the start; default: 0.064 / hidden_size of the critic, which is
+    # 1e-3 for the built-in model and 7e-5 for Qwen2.5-0.5B
     critic_lr: float | None = None
     lr_end: float = 0.05  # both learning rates fall linearly to this fraction of their start
-    # number of iterations at the start in which only the critic is trained; the actor's learning
-    # rate falls over the iterations after them
+    # number of first iterations that train the critic alone; the actor's learning rate falls over
+    # the iterations after them, the critic's over all iterations
     critic_warmup_iterations: int = 0
     max_grad_norm: float = 1.0  # maximum norm of a gradient; a larger gradient is scaled down
 
@@ -198,18 +202,19 @@ class Args:
     # upper bound of a token's loss where its advantage A is negative, in units of |A|; 3 is
     # customary; default: no bound
     dual_clip: float | None = None
-    # distance from the old values to which new values are clipped, in units of reward; default: no
-    # clipping
+    # new values are clipped to within this distance of the old values, in units of reward;
+    # default: no clipping
     value_clip: float | None = None
     entropy_coef: float = 0.0  # coefficient of the entropy bonus in the actor's loss
-    # end the actor's updates in an iteration before the step of the first minibatch whose
-    # KL(old || new) per token is larger than this; default: no limit
+    # stop the actor's updates of an iteration once a minibatch has a larger KL(old || new) per
+    # token, without a step on that minibatch; default: no limit
     target_kl: float | None = None
-    kl_coef: float = 0.01  # coefficient of the KL to the reference; 0: no reference
-    # put the KL into the loss, with this estimator; default: subtract k1 from the rewards
+    kl_coef: float = 0.01  # coefficient of KL(actor || reference); 0: there is no reference
+    # estimator of the KL as a term of the loss; default: the KL is no term of the loss, and the
+    # rewards are reduced by kl_coef times log(pi / pi_ref), the estimator k1
     kl_loss: Literal["k2", "k3"] | None = None
-    # amount subtracted from the reward of a sample that a token limit ends; the sample is still
-    # trained on
+    # amount subtracted from a sample's reward if it ended at --max-new-tokens; the sample is
+    # trained on all the same
     truncation_penalty: float = 0.0
 
     # --- Evaluation and saving
@@ -217,7 +222,8 @@ class Args:
     # number of episodes per evaluation, each played twice, at temperature 1 and greedily; 0: no
     # evaluations
     eval_episodes: int = 512
-    # number of iterations between evaluations; 0: only before the first, and after the last
+    # number of iterations between evaluations; 0: none between the first and the last one, which
+    # are made before and after training
     eval_every: int = 0
     # number of iterations between checkpoints; 0: no checkpoints, unless a signal stops the run
     save_every: int = 50
@@ -227,7 +233,7 @@ class Args:
 
 
 # === 2. Mathematics of PPO ===
-# Tensors are [N, T] or [B, T]. `mask` is True at sampled tokens. Values elsewhere are ignored.
+# Tensors are [N, T] or [B, T]. `mask` is True at sampled tokens. Other entries are ignored.
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -239,15 +245,15 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere."""
     centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
-    return centered * torch.rsqrt(variance + 1e-8)  # finite even where x hardly varies
+    return centered * torch.rsqrt(variance + 1e-8)  # 1e-8: finite even if x is constant
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Estimates of KL(pi || pi_ref) from sampled tokens: http://joschu.net/blog/kl-approx.html.
 
-    Used as a loss on samples of pi, the expected gradient of k1 is 0, that of k2 is the gradient of
-    KL(pi || pi_ref), and that of k3 the gradient of KL(pi_ref || pi). Our samples are of pi_old, so
-    the training loop multiplies by pi / pi_old.
+    In expectation over samples of pi, the gradient of k1 is 0, that of k2 is the gradient of
+    KL(pi || pi_ref), and that of k3 is the gradient of KL(pi_ref || pi). The samples are of pi_old,
+    so the training loop weights a KL in the loss by pi / pi_old.
     """
     logratio = logprobs - ref_logprobs
     if kind == "k1":
@@ -263,8 +269,9 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda) -> tuple[Tensor, Tenso
         delta[t] = reward[t] + gamma * value[t + 1] - value[t]
         advantage[t] = delta[t] + gamma * lambda * advantage[t + 1]
 
-    Tensors are [N, T]. The sampled tokens of a row are one trajectory: the environment's text
-    between them is skipped. The value after the last one is 0, even if the response was cut off.
+    Tensors are [N, T]. The sampled tokens of a row are one trajectory, and t + 1 is the next
+    sampled token: text of the environment in between is skipped, with its rewards. The value after
+    the last sampled token is 0, even if the response was cut off.
     """
     values = torch.where(mask, values, 0.0)
     nextvalues = lastgaelam = values.new_zeros(len(values))  # [N]
@@ -279,7 +286,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda) -> tuple[Tensor, Tenso
 
 
 def check_denom(denom):
-    """A tensor is probably the number of tokens of a microbatch, not of the whole minibatch."""
+    """Raise TypeError for a tensor: it probably counts the tokens of one microbatch."""
     if isinstance(denom, Tensor):
         raise TypeError("denom must be the number of tokens of the whole minibatch, an int")
 
@@ -292,8 +299,7 @@ def policy_loss(
     A token's loss is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) with r = pi / pi_old.
     With recomputed old log-probs the ratios of an iteration's first minibatch are exactly 1.
     Loss and statistics are sums over the mask divided by `denom`, the number of sampled tokens in
-    the whole minibatch, so the results of its microbatches add up. `denom` is an int, because a
-    sum over the mask of a microbatch would be wrong. dual_clip is that of
+    the whole minibatch, so the results of its microbatches add up. dual_clip is that of
     https://arxiv.org/abs/1912.09729, eq. 5.
     """
     check_denom(denom)
@@ -309,7 +315,7 @@ def policy_loss(
     with torch.no_grad():
         stats = {
             "clipfrac": (ratio != clipped).sum() / denom,
-            "approx_kl": (logratio.expm1() - logratio).sum() / denom,  # k3 of KL(old || new)
+            "approx_kl": (logratio.expm1() - logratio).sum() / denom,  # KL(old || new), by k3
             "ratio_dev": (ratio - 1).abs().sum() / denom,
         }
     return losses.sum() / denom, stats
@@ -318,7 +324,7 @@ def policy_loss(
 def value_loss(values, old_values, returns, mask, clip, denom) -> Tensor:
     """Sum over the mask of 0.5 * (V - R)^2, divided by `denom` as in `policy_loss`.
 
-    With `clip` a token's loss is 0.5 * max((V - R)^2, (clipped V - R)^2), where V is clipped to
+    With `clip` a token's loss is 0.5 * max((V - R)^2, (W - R)^2), where W is V clipped to
     [V_old - clip, V_old + clip].
     """
     check_denom(denom)
@@ -335,14 +341,14 @@ def value_loss(values, old_values, returns, mask, clip, denom) -> Tensor:
 
 def train(args: Args) -> dict:
     """Run PPO. Returns the content of summary.json. Raises UserError for what the user can fix."""
-    args = complete(args)  # Also connects the ranks. No flag changes after this.
+    args = complete(args)  # This also connects the ranks. From here on no flag changes.
     stop = StopSignals()
     with make_envs(args) as envs, make_envs(args, evaluation=True) as eval_envs, stop.restore:
         return run_ppo(args, envs, eval_envs, stop)
 
 
 def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
-    # --- Models. A new run warms up the actor. A resumed run loads all weights below.
+    # --- Models. A new run warm-starts the actor. A resumed run loads its weights further down.
     checkpoint_path = find_checkpoint(args)  # None in a new run
     tokenizer, actor = build_actor(args, envs[0])
     check_prompts(envs[:1] + eval_envs[:1], tokenizer, args)
@@ -350,14 +356,15 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         warm_start(actor, tokenizer, envs[0], args)
     critic = build_critic(actor, tokenizer, args) if args.critic_epochs else None
     reference = copy_model(actor, args) if args.kl_coef else None
-    # FORK: another frozen model, such as a teacher = frozen_model(path, "lm", args). If it reads
-    # the ids of the actor's tokens, call `check_vocabulary`. Score with `logprobs_of_all` in
-    # make_experience.
+    # FORK: another frozen model. `frozen_model(path, "lm", args)` loads a teacher, for example. If
+    # it reads the actor's token ids, call `check_vocabulary` first. In make_experience,
+    # `logprobs_of_all` scores the samples with it.
     reward_model = frozen_model(args.reward_model, "scalar", args) if args.reward_model else None
     actor_optimizer = make_optimizer(actor)
     critic_optimizer = make_optimizer(critic) if critic else None
 
-    # Checkpoints hold these and `state`. Add any other model that is trained, with an optimizer.
+    # A checkpoint holds `state` and the models below. Add every other model that you train, with
+    # its optimizer.
     checkpointed = {
         "actor": (actor, actor_optimizer),
         "critic": (critic, critic_optimizer),
@@ -370,24 +377,25 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
     plan = plan_steps(args)
     run = Run(args, state)
     stop.catch()
-    print_plan(args, plan, eval_envs)
+    print_plan(args, plan, envs, eval_envs)
     decoder = Decoder(sampler, decoder_rows(args), tokenizer.stop_ids, args)
     evaluate_now = functools.partial(evaluate, decoder, tokenizer, reward_model, eval_envs)
     if state.eval_before is None:
         state.eval_before = evaluate_now(state.iteration, args)
 
     while state.iteration < args.num_iterations and not stop.number:
-        evaluation = {}  # metrics of the policy that is about to sample, if it is evaluated
+        evaluation = {}  # of the actor before this iteration, if it is evaluated
         if args.eval_every and state.iteration and state.iteration % args.eval_every == 0:
             evaluation = evaluate_now(state.iteration, args)
         clock = Clock()
 
         # --- Rollout. Each rank plays its share of the episodes and receives all of them.
-        # FORK: choice of prompts. A seed determines a prompt. All ranks need the same seeds, so
-        # compute them from args, `state` and random.Random(a function of args.seed and
-        # state.iteration). A variable from before the loop is lost when a run resumes: add a field
-        # to `TrainState`. In Prompts-v0 and GSM8K-v0 seed i below the number of rows is row i.
-        first = first_training_seed(args) + state.prompts
+        # FORK: choice of prompts. The environment derives a prompt from a seed. All ranks need the
+        # same seeds: compute them from args, `state` and random.Random(a function of args.seed and
+        # state.iteration). Keep what must survive a resume in `TrainState`, not in a variable from
+        # before the loop. In Prompts-v0 and GSM8K-v0 a seed below `num_prompts` gives the prompt of
+        # that index in the environment's `rows`.
+        first = first_training_seed(args, envs[0]) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
         episodes = play(decoder, tokenizer, envs, seeds, state.iteration, args)
@@ -395,15 +403,15 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
 
         # --- Old log-probs, values, rewards, advantages: computed once, constant from here on.
         if reward_model:
-            add_scores(episodes, reward_model, args)  # The last token of an episode gets its score.
+            add_scores(episodes, reward_model, args)  # An episode's last token gets its score.
         experience = make_experience(episodes, actor, critic, reference, state, args)
-        # FORK: choice of samples. All of `experience` is logged. Its advantages are final.
+        # FORK: choice of samples. All of `experience` is logged. Advantages are already whitened.
         trained = experience  # or experience.select(rows)
         check_ranks_agree(prompts=seeds, samples=trained, state=state)
         clock.end("score")
 
-        # --- Critic epochs. They could as well come after the actor's.
-        critic_steps = []  # Each optimizer step appends its statistics.
+        # --- Critic epochs. They could also come after the actor's: `experience` is constant.
+        critic_step_stats = []
         for epoch in range(args.critic_epochs):
             for n_tokens, minibatch in minibatches(trained, epoch, state, args):
                 microbatch_stats = []
@@ -413,27 +421,27 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
                     v_loss = value_loss(
                         newvalues, mb.values, mb.returns, mb.mask, args.value_clip, denom=n_tokens
                     )
-                    # Gradients add up over the microbatches, and `shard` makes FSDP sum those of
-                    # the ranks: the sum is the gradient of the minibatch's mean loss per token.
+                    # Gradients add up over microbatches and, by `shard`, over ranks. The sum is the
+                    # gradient of the minibatch's mean loss per token.
                     v_loss.backward()
-                    # Mean distance of the values from the old ones. Like |ratio - 1|, it is 0 in
-                    # the first minibatch of an iteration.
+                    # This is the mean |new value - old value|. Like |ratio - 1|, it is 0 in the
+                    # first minibatch of an iteration.
                     value_dev = ((newvalues - mb.values) * mb.mask).abs().sum() / n_tokens
                     microbatch_stats.append({"value_loss": v_loss, "value_dev": value_dev})
-                iterations_done = state.iteration + len(critic_steps) / plan.critic_steps
+                iterations_done = state.iteration + len(critic_step_stats) / plan.critic_steps
                 progress = iterations_done / args.num_iterations
                 lr = linear_schedule(args.critic_lr, args.lr_end, progress)
                 step = sum_over_ranks(microbatch_stats)
                 step |= optimizer_step(critic, critic_optimizer, lr, args)
-                critic_steps.append(step)
+                critic_step_stats.append(step)
                 state.critic_steps += 1
         clock.end("critic")
 
-        # --- Actor epochs. There are none while only the critic is trained.
+        # --- Actor epochs. There are none in the first --critic-warmup-iterations.
         actor_iteration = state.iteration - args.critic_warmup_iterations
         epochs = args.ppo_epochs if actor_iteration >= 0 else 0
-        actor_steps = []
-        early_stop = None  # the step that was not made, if --target-kl ended the epochs
+        actor_step_stats = []
+        early_stop = None  # statistics of the minibatch at which --target-kl ended the epochs
         for epoch in range(epochs):
             for n_tokens, minibatch in minibatches(trained, epoch, state, args):
                 microbatch_stats = []
@@ -462,29 +470,31 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
                     early_stop = step
                     actor_optimizer.zero_grad()
                     break
-                iterations_done = actor_iteration + len(actor_steps) / plan.update_steps
+                iterations_done = actor_iteration + len(actor_step_stats) / plan.update_steps
                 progress = iterations_done / plan.actor_iterations
                 lr = linear_schedule(args.actor_lr, args.lr_end, progress)
                 step |= optimizer_step(actor, actor_optimizer, lr, args)
-                actor_steps.append(step)
+                actor_step_stats.append(step)
                 state.actor_steps += 1
             if early_stop:
                 break
         clock.end("actor")
 
-        # --- New weights for the sampler, diagnosis, log, checkpoint.
+        # --- The sampler gets the new weights. Then come diagnosis, log and checkpoint.
         relative_update = hand_over(actor, sampler)
-        # FORK: memory across iterations. Add fields to `TrainState`. To renew the reference now and
-        # then, call copy_weights(actor, reference).
+        # FORK: memory across iterations. Add fields to `TrainState`, which is saved as JSON.
+        # FORK: a reference that is renewed. Call copy_weights(actor, reference) every so often.
         clock.end("hand_over")
+        same_microbatches = trained is experience  # Those of a selection round differently.
         metrics = iteration_metrics(
-            episodes, experience, actor_steps, critic_steps, evaluation, clock
+            episodes, experience, actor_step_stats, critic_step_stats, evaluation, clock
         ) | diagnose_ratio(
-            actor, trained, actor_steps, early_stop, relative_update, plan, state, args
-        )
-        if trained is experience:  # A selection is cut into other microbatches, which may round.
-            check_first_minibatch(metrics, actor_steps, critic_steps, state)
-        # FORK: numbers of your own, as metrics["mine/number"] = float(...)
+            actor, trained, actor_step_stats, early_stop, relative_update, same_microbatches,
+            state, args,
+        )  # fmt: skip
+        if same_microbatches:
+            check_first_minibatch(metrics, experience, actor_step_stats, critic_step_stats, state)
+        # FORK: numbers of your own. Log them as in metrics["mine/number"] = float(...).
         run.log(metrics, episodes, experience)
         state.iteration += 1
         state.prompts += args.rollout_batch_size
@@ -496,8 +506,9 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
     save_hf_checkpoint(actor, tokenizer, run.path / "model")
     if critic:
         save_hf_checkpoint(critic, tokenizer, run.path / "critic")
+    stop.agree()
     if not stop.number:
-        with stop.at_once():  # Everything is saved, so a signal ends the evaluation.
+        with stop.at_once():  # All is saved, so a signal may end the evaluation at once.
             run.summary["eval_after"] = evaluate_now(state.iteration, args)
     if stop.number:
         run.close("interrupted")
@@ -506,12 +517,12 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
 
 
 def linear_schedule(first: float, end_fraction: float, progress: float) -> float:
-    """From `first` at progress 0 to `first * end_fraction` at 1."""
+    """The value at `progress`: `first` at 0, falling linearly to `first * end_fraction` at 1."""
     return first * (1 - (1 - end_fraction) * min(1.0, progress))
 
 
 def optimizer_step(model: Transformer, optimizer, lr: float, args) -> dict:
-    """Clip the gradient, update the weights if its norm is finite, and clear the gradient."""
+    """Clip the gradient, make a step unless its norm is infinite or NaN, clear the gradient."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     norm = float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)))
@@ -529,22 +540,22 @@ def optimizer_step(model: Transformer, optimizer, lr: float, args) -> dict:
 class Experience:
     """What the updates learn from: N samples, on the CPU.
 
-    If you add a field, a tensor [N] or [N, T], every microbatch gets its part of it.
+    A field that you add, a tensor [N] or [N, T], is cut into microbatches like the others.
     """
 
-    lengths: Tensor  # [N] tokens of prompt and response, without padding
-    # All other tensors are [N, T]. Log-probs and values are 0 where the mask is False.
+    lengths: Tensor  # [N] number of tokens of each sample, prompt included, padding excluded
+    # All other tensors are [N, T]. At tokens that are not trained on, log-probs and values are 0.
     tokens: Tensor
     mask: Tensor  # bool: True at the tokens that are trained on
     sampler_logprobs: Tensor
-    rewards: Tensor  # of environment and reward model, minus --truncation-penalty
-    # `make_experience` fills in the rest, in this order.
+    rewards: Tensor  # of environment and reward model, with --truncation-penalty, without the KL
+    # `make_experience` fills in the rest.
     old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None  # NaN everywhere without a reference
+    ref_logprobs: Tensor | None = None  # NaN if there is no reference
     values: Tensor | None = None  # 0 without a critic
     returns: Tensor | None = None
     advantages: Tensor | None = None
-    advantage_std: float = 0.0  # before whitening
+    advantage_std: float = 0.0  # standard deviation of the advantages before whitening
     metrics: dict[str, float] = field(default_factory=dict)  # FORK: numbers to log, by name
 
     @classmethod
@@ -558,7 +569,7 @@ class Experience:
         )
 
     def apply(self, function: Callable) -> Experience:
-        """With `function(x)` in place of every tensor x."""
+        """A copy in which every tensor x is replaced by function(x)."""
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         return dataclasses.replace(self, **{name: function(x) for name, x in tensors.items()})
 
@@ -569,8 +580,8 @@ class Experience:
     def microbatch(self, rows: Tensor, device: str) -> Microbatch:
         """The samples `rows` [B], cropped to the longest of them, on the device.
 
-        `rows` may be empty. A rank without samples must still take part in FSDP's forward pass: it
-        gets one token of a prompt, where the mask is False and the loss 0.
+        `rows` may be empty. FSDP's forward pass needs every rank, so a rank without samples gets
+        the first token of sample 0. It is a prompt's and not in the mask, so its loss is 0.
         """
         lengths = self.lengths[rows]
         if len(rows) == 0:
@@ -584,11 +595,11 @@ class Experience:
 class Microbatch(Experience):
     """B samples of an experience, on the device, for one forward and backward pass."""
 
-    packing: Packing  # where the real tokens of [B, T] are: the models compute no padding
+    packing: Packing  # where the real tokens of [B, T] are, so that the models skip padding
 
 
-# The updates call two methods of the models with a microbatch [B, T]. Without packing they would
-# be:
+# The updates call two methods of the models, with a microbatch [B, T]. If they computed padding as
+# well, they would be:
 #
 #     logprobs, entropies = actor.sampled_logprobs(mb, temperature)
 #         log_p = F.log_softmax(actor(tokens) / temperature, dim=-1)[:, :-1]  # of tokens[:, 1:]
@@ -605,13 +616,13 @@ class Microbatch(Experience):
 def forward_all(function: Callable, experience: Experience, minibatches, args) -> Tensor:
     """Apply `function` to all samples, microbatch by microbatch, and return [N, T].
 
-    Each rank computes its share. `minibatches` has the samples of each minibatch. A sample that is
-    in none of them gets zeros.
+    Each rank computes its share. `minibatches` is a list of index tensors, one for each minibatch.
+    The rows of samples that are in none of them are 0.
     """
     out = torch.zeros(experience.tokens.shape, device=args.device)
     for samples in minibatches:
         for rows in microbatches(samples, experience.lengths, args.micro_batch_tokens):
-            # Compiled models score with gradients on. With gradients off torch.compile builds
+            # Compiled models score with gradients on. With gradients off, torch.compile builds
             # another graph, which rounds differently: in bfloat16 the first ratio would not be 1.
             with torch.set_grad_enabled(args.compile == "on"):
                 result = function(experience.microbatch(rows, args.device))
@@ -621,7 +632,7 @@ def forward_all(function: Callable, experience: Experience, minibatches, args) -
 
 
 def logprobs_of_all(model: Transformer, experience: Experience, minibatches, args) -> Tensor:
-    """Log-probs [N, T] of all samples, computed as in the updates."""
+    """Log-probs [N, T] of all samples, by the forward pass of the updates."""
 
     def logprobs(mb: Microbatch) -> Tensor:
         return model.sampled_logprobs(mb, args.temperature)[0]
@@ -630,27 +641,27 @@ def logprobs_of_all(model: Transformer, experience: Experience, minibatches, arg
 
 
 def make_experience(episodes, actor, critic, reference, state, args) -> Experience:
-    """Compute all that the updates need, before the first of them."""
+    """Compute all that the updates need. `state` is that of the loop."""
     experience = Experience.from_episodes(episodes)
     mask = experience.mask
 
-    # --- Log-probs. All models score the samples in the microbatches of the first epoch, whose
-    # order is known. The result of a forward pass depends, by rounding, on what else is in its
-    # batch. Here it does not: the first ratio is exactly 1, in every precision.
+    # --- Log-probs. Actor, reference and critic score the samples in the same microbatches that the
+    # first epoch will use. What else is in a batch changes a result by rounding. So the same
+    # batches give the same log-probs: the first ratio is exactly 1, in every precision.
     first_epoch = minibatch_rows(experience, 0, state, args)
-    experience.old_logprobs = experience.sampler_logprobs  # They differ by rounding alone.
+    experience.old_logprobs = experience.sampler_logprobs  # those of the actor, up to rounding
     if args.recompute_old_logprobs:
         experience.old_logprobs = logprobs_of_all(actor, experience, first_epoch, args)
-    experience.ref_logprobs = experience.old_logprobs * math.nan
+    experience.ref_logprobs = torch.full_like(experience.old_logprobs, math.nan)
     if reference:
         experience.ref_logprobs = logprobs_of_all(reference, experience, first_epoch, args)
 
-    # --- Rewards. Those of the experience are logged. The advantages see the KL as well.
-    # FORK: reward shaping. Evaluations do not see it. Every rank must compute the same, for all
-    # samples. Samples of one prompt are neighbours. A row with an empty mask has no reward. Give a
-    # sample's reward to its last token: given to every token, it pays for length. Compare sums of
-    # rewards with a tolerance, since equal rewards at other tokens may round differently. To keep
-    # the logged reward as it is, change `rewards` below instead of `experience.rewards`.
+    # --- Rewards. `experience.rewards` is logged, without the KL. The advantages use `rewards`.
+    # FORK: reward shaping. Evaluations do not use it. Every rank must compute the same numbers for
+    # all samples. The samples of one prompt are adjacent. Skip rows whose mask is empty: they have
+    # no reward. Put a sample's reward on its last token: on every token it would favour long
+    # responses. Compare sums over tokens with a tolerance, since their order may round. To leave
+    # the logged reward as it is, change `rewards` below and not `experience.rewards`.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             experience.rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
@@ -659,41 +670,41 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
         kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, "k1")
         kl_penalty = args.kl_coef * kl
     rewards = experience.rewards - kl_penalty
-    if not rewards.norm().isfinite():  # Whitening overflows no earlier than this norm.
+    if not (rewards.square().sum() * mask.shape[1] ** 2).isfinite():  # Whitening could overflow.
         raise UserError("a reward, or its penalty for the KL, is not finite, or is too large")
 
-    # --- Values, returns, advantages. Advantages are whitened over the whole rollout.
+    # --- Values, returns, advantages. Advantages are whitened over all sampled tokens.
     experience.values = torch.zeros_like(rewards)
     if critic:
         experience.values = forward_all(critic.sampled_values, experience, first_epoch, args)
-    # FORK: advantages. Statistics are those of [mask] only. Log them as experience.metrics[name].
+    # FORK: advantages. Compute statistics over [mask] only. Log with experience.metrics[name].
     advantages, _ = compute_gae(rewards, experience.values, mask, args.gamma, args.gae_lambda)
     _, returns = compute_gae(rewards, experience.values, mask, args.gamma, args.critic_lambda)
     experience.returns = returns
     experience.advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
-    if experience.advantage_std < 1e-6:  # All are equal: do not amplify rounding errors.
+    if experience.advantage_std < 1e-6:  # They are all equal. Whitening would amplify rounding.
         advantages = torch.zeros_like(advantages)
     experience.advantages = masked_whiten(advantages, mask)
     return experience
 
 
 def minibatch_rows(experience: Experience, epoch: int, state, args) -> list[Tensor]:
-    """The samples of each minibatch of an epoch, in a random order.
+    """The indices of the samples of each minibatch of an epoch, in a random order.
 
-    It is a function of (seed, iteration, epoch), so that a resumed run has the same orders.
+    The order is a function of (seed, iteration, epoch), so that a resumed run repeats it.
     """
     seed = ((args.seed * 1_000_003 + state.iteration) * 1_000_003 + epoch) % 2**63
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(experience.tokens), generator=generator)
-    # A minibatch without sampled tokens has no gradients, but Adam would move the weights.
+    # Without sampled tokens gradients are 0, but Adam's momentum would move the weights.
     return [rows for rows in order.split(args.train_batch_size) if experience.mask[rows].any()]
 
 
 def minibatches(experience: Experience, epoch: int, state, args):
-    """The minibatches of an epoch, as pairs (n_tokens, microbatches).
+    """Yield (n_tokens, microbatches) for each minibatch of an epoch.
 
-    `n_tokens` counts the sampled tokens on all ranks: losses are divided by it. The microbatches
-    are those of this rank.
+    `n_tokens` counts the sampled tokens of the minibatch on all ranks. Losses are divided by it.
+    `microbatches` are those of this rank.
     """
     for rows in progress_bar(minibatch_rows(experience, epoch, state, args), "minibatches"):
         shares = microbatches(rows, experience.lengths, args.micro_batch_tokens)
@@ -711,7 +722,7 @@ ENVS_PER_ROW = 1.25  # environments: some episodes wait with a prefilled prompt 
 
 @dataclass
 class Episode:
-    """One sample, as Python lists with an item per token."""
+    """One sample. The lists ids, mask, logprobs and rewards have an item per token."""
 
     env_seed: int  # determines the prompt
     noise_key: int = 0  # determines the sampling noise
@@ -720,17 +731,17 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     conversation: list[dict] = field(default_factory=list)  # messages, with role and content
-    prompt_length: int = 0  # tokens of the prompt
-    prompt_messages: int = 0  # messages of the prompt
+    prompt_length: int = 0  # number of tokens of the prompt
+    prompt_messages: int = 0  # number of messages of the prompt
     response_starts: list[int] = field(default_factory=list)  # index of each response's first token
-    # Why the episode ended. "": not yet; "terminated" or "truncated": by the environment; "length":
-    # --max-new-tokens was reached, or left no room for the environment's reply; "unscored": the
+    # Why the episode ended. "": it goes on; "terminated", "truncated": the environment ended it;
+    # "length": it reached --max-new-tokens, or the environment's reply did not fit; "unscored": the
     # reward was None, so the episode is not trained on.
     stop: str = ""
-    # info["success"] of the last step, or else whether the rewards sum to more than 0
+    # info["success"] of the last step; without it, whether the environment's rewards sum to > 0
     success: bool = False
     score: float = 0.0  # the reward model's score, which add_scores also adds to the rewards
-    metrics: dict = field(default_factory=dict)  # the last number of each name in info["metrics"]
+    metrics: dict = field(default_factory=dict)  # newest value of each name in info["metrics"]
 
     def add(self, ids: list[int], logprobs: list[float] | None = None):
         """Append tokens: sampled ones with their log-probs, given ones without."""
@@ -740,7 +751,7 @@ class Episode:
         self.rewards += [0.0] * len(ids)
 
     def begin(self, env: gym.Env, tokenizer: HFTokenizer, args) -> dict:
-        """Take the environment's prompt. Returns its info, for the warm start."""
+        """Take the environment's prompt. Return the environment's info, for the warm start."""
         self.conversation, info = env_reset(env, self.env_seed)
         self.prompt_messages = len(self.conversation)
         self.add(tokenizer.encode_prompt(self.conversation))
@@ -752,7 +763,7 @@ class Episode:
         return info
 
     def end_turn(self, env: gym.Env, start: int, tokenizer: HFTokenizer, args):
-        """Give the response, the tokens from `start` on, to the environment. Take its answer."""
+        """Give the environment the response, which is ids[start:], and take its answer."""
         self.response_starts.append(start)
         response = tokenizer.decode(self.ids[start:])
         messages, reward, end, info = env_step(env, response)
@@ -764,7 +775,7 @@ class Episode:
             return
         add_rewards(self, reward, info, start, tokenizer)
         self.success = bool(info.get("success", sum(self.rewards) > 0))
-        if self.ids[-1] not in tokenizer.stop_ids:  # It was cut off, whatever the environment says.
+        if self.ids[-1] not in tokenizer.stop_ids:  # It was cut off.
             self.stop = "length"
         elif end:
             self.stop = end
@@ -781,8 +792,8 @@ class Episode:
 def sample_token(decoder: Decoder, n_visible: int):
     """Sample one token in every row that is alive. The host does not wait for the device.
 
-    The input is the newest token of a row. It is not in the cache yet: this forward pass puts it
-    there. Attention sees at most the first `n_visible` positions of the cache.
+    The input is the newest token of each row. Its keys and values are not in the cache yet: this
+    pass puts them there. Attention sees at most the first `n_visible` positions of the cache.
     """
     position = torch.where(decoder.alive, decoder.length - 1, decoder.scratch)[:, None]  # [B, 1]
     newest = decoder.tokens.gather(1, position)
@@ -791,7 +802,7 @@ def sample_token(decoder: Decoder, n_visible: int):
     # weight the loss by exp(old - recorded), as tests/forks/sampler_correction.patch does. Do not
     # filter old and new log-probs: after an update the filter may remove a sampled token.
     logits /= decoder.temperature
-    # The argmax of logits plus Gumbel noise is a sample. The scale of the noise is 0 if greedy.
+    # The argmax of logits plus Gumbel noise is a sample. Greedy decoding scales the noise by 0.
     noise = gumbel_noise(decoder.noise_keys, decoder.length, logits.shape[1])  # [B, V]
     token = (logits + decoder.noise_scale * noise).argmax(-1, keepdim=True)  # [B, 1]
     logprob = logits.gather(1, token) - logits.logsumexp(-1, keepdim=True)
@@ -888,23 +899,24 @@ def wait_for_any(calls):
 
 @torch.no_grad()
 def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> list[Episode]:
-    """An Episode for each of `seeds` [N], as many at a time as there are environments.
+    """Play this rank's share: an episode for each of `seeds`, one at a time per environment.
 
-    `sample_ids` [N], the indices of the episodes among those of all ranks, and `iteration`, which
-    is negative in evaluations, choose the sampling noise.
+    The sampling noise depends on `iteration`, which is negative in evaluations, and on
+    `sample_ids`, the positions of these episodes in the list of all ranks.
     """
     keys = sample_keys(args.seed, iteration, sample_ids).tolist()
     episodes = [Episode(seed, key) for seed, key in zip(seeds, keys)]
     waiting = iter(episodes)
-    # More environments like those that gym.make has made.
+    # Make more environments like those that gym.make has made.
     while envs[0].spec and len(envs) < ENVS_PER_ROW * len(decoder.alive):
-        envs.append(gym.make(envs[0].spec))
-    set_up_thread(gradients=False)  # their code may have changed something
+        with attempt(f"make another environment of --env-id {args.env_id}", CodeError):
+            envs.append(gym.make(envs[0].spec))
+    set_up_thread(gradients=False)  # Their code may have changed something.
     slots = Slots(decoder, args)
     players = [play_row(env, waiting, tokenizer, args) for env in envs]
     call = env_threads(len(envs)).apply_async
-    calls = {player: call(next, (player,)) for player in players}  # on threads
-    ready = []  # (player, episode) whose turn can begin
+    calls = {player: call(next, (player,)) for player in players}  # They run on threads.
+    ready = []  # pairs (player, episode) whose turn can begin
     bar = progress_bar(total=len(episodes), desc="episodes")
     while calls or ready or slots.playing:
         if not ready and not slots.playing:
@@ -913,7 +925,7 @@ def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> lis
             episode = calls.pop(player).get()
             if episode:
                 ready.append((player, episode))
-        # A prefill takes about as long for several texts as for one: wait for several, unless a
+        # A prefill takes about as long for several texts as for one. So wait for several, unless a
         # row is idle and no other text is on its way.
         idle = not calls and len(slots.playing) < len(decoder.alive)
         if ready and (idle or 4 * len(ready) >= len(slots.playing)):
@@ -1084,7 +1096,7 @@ def attend_cached(q, k, v, layer: int, context: Context) -> Tensor:
 
 
 def attend_to_lengths(q, k, v, context: Context) -> Tensor:
-    """q [B, Hkv, G, D]; k, v [B, Hkv, size, D] -> [B * Hkv, G, D]
+    """q [B, Hkv, G, D]; k, v [B, Hkv, size, D] -> [B * Hkv * G, 1, D]
 
     The kernel reads of each row what the row has, where a mask would make it read `n_visible`
     positions. Rows that are finished, at a position that is not visible, read one.
@@ -1390,7 +1402,8 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
     Logits are computed in chunks, and again in the backward pass: all of them would need more
     memory than the model.
     """
-    rows = max(1, (2**27 if hidden.is_cuda else 2**22) // len(weight))
+    logits = 2**22 if not hidden.is_cuda else 2**27 if compile == "on" else 2**26  # of a chunk
+    rows = max(1, logits // len(weight))
     rows -= len(hidden) % rows == 1  # For a chunk of one row torch.compile makes another graph.
     return ChunkedLogprobs.apply(hidden, weight, targets, temperature, rows, compile)
 
@@ -1861,7 +1874,7 @@ class Prompts(gym.Env):
     def __init__(self, path: str, reward: str | None = None):
         self.rows = load_rows(str(path), self.convert)
         self.num_prompts = len(self.rows)
-        self.reward_function = None
+        self.reward_function = None  # It takes the place of the method `reward`.
         if reward:
             with attempt(f"import the reward function {reward}", CodeError):
                 self.reward_function = pkgutil.resolve_name(reward)
@@ -1883,7 +1896,8 @@ class Prompts(gym.Env):
         return self.row["prompt"], self.row
 
     def step(self, response):
-        reward = self.reward(self.row["prompt"], response, row=self.row)
+        reward_function = self.reward_function or self.reward
+        reward = reward_function(self.row["prompt"], response, row=self.row)
         if asyncio.iscoroutine(reward):
             reward = asyncio.run(reward)
         info = {}
@@ -1893,9 +1907,7 @@ class Prompts(gym.Env):
         return "", reward, True, False, info
 
     def reward(self, prompt, response, row):
-        if self.reward_function is None:
-            return 0.0  # for runs in which a reward model gives all rewards
-        return self.reward_function(prompt, response, row=row)
+        return 0.0  # for runs in which a reward model gives all rewards
 
 
 def parse_number(text: str) -> float | None:
@@ -2158,7 +2170,9 @@ def episode_means(episodes: list[Episode], prefix="") -> dict:
     return result
 
 
-def iteration_metrics(episodes, experience, actor_steps, critic_steps, evaluation, clock) -> dict:
+def iteration_metrics(
+    episodes, experience, actor_step_stats, critic_step_stats, evaluation, clock
+) -> dict:
     """All that is logged of an iteration, except for the diagnosis of the ratio."""
     e, mask = experience, experience.mask
     scored = mask.any(1)
@@ -2170,16 +2184,16 @@ def iteration_metrics(episodes, experience, actor_steps, critic_steps, evaluatio
         "critic/explained_variance": explained_variance(e.values[mask], e.returns[mask]),
         "critic/value_mean": float(masked_mean(e.values, mask)),
         "critic/return_mean": float(masked_mean(e.returns, mask)),
-        "critic/first_dev": critic_steps[0]["value_dev"] if critic_steps else 0.0,
+        "critic/first_dev": critic_step_stats[0]["value_dev"] if critic_step_stats else 0.0,
         "time/iteration": sum(clock.phases.values()),
         "perf/peak_memory_bytes": torch.cuda.max_memory_allocated(),
         "debug/sampler_trainer_logprob_diff": float(masked_mean(sampler_gap, mask)),
-        "ratio/steps": actor_steps,
+        "ratio/steps": actor_step_stats,
     }
     for prefix, numbers in (("eval", evaluation), ("time", clock.phases)):
         metrics |= {f"{prefix}/{name}": value for name, value in numbers.items()}
     metrics |= {name: float(x) for name, x in experience.metrics.items()}
-    for model, steps in (("actor", actor_steps), ("critic", critic_steps)):
+    for model, steps in (("actor", actor_step_stats), ("critic", critic_step_stats)):
         for name in steps[0] if steps else ():
             metrics[f"{model}/{name}"] = sum(step[name] for step in steps) / len(steps)
     return metrics
@@ -2205,8 +2219,7 @@ ADVICE = {  # by the cause of a ratio that stays at 1, or does not begin there
     "critic_warmup": "see --critic-warmup-iterations",
     "empty_mask": "no token is trained on: check --max-new-tokens, the mask, the choice of samples "
     "and rewards of None",
-    "forward_mismatch": "dropout? shifted mask? another temperature? samples of an earlier policy? "
-    "A choice of samples alone changes the ratio by rounding, in bfloat16 by some 0.05",
+    "forward_mismatch": "dropout? shifted mask? another temperature? samples of an earlier policy?",
     "kl_early_stop": "raise --target-kl or lower --actor-lr",
     "no_step": "no step was made: were there minibatches?",
     "steps_skipped": "gradients are not finite: large rewards? NaN in log-probs?",
@@ -2217,7 +2230,8 @@ ADVICE = {  # by the cause of a ratio that stays at 1, or does not begin there
     "no_grad_to_actor": "detached log-probs or frozen parameters",
     "optimizer_noop": "the optimizer does not hold the actor's parameters",
     "lr_or_clip_too_small": "raise --actor-lr or --max-grad-norm",
-    "old_logprob_recomputed": "record them once, before the first update",
+    "old_logprob_recomputed": "record them once, before the first update. In bfloat16 a forward pass "
+    "that runs a stale copy of the model looks the same",
     "forward_ignores_update": "the forward pass runs a stale copy of the model",
 }
 
@@ -2232,27 +2246,32 @@ def sampler_tolerance(args) -> float:
     return tolerance / min(1.0, args.temperature)  # Log-probs are divided by it.
 
 
-def diagnose_ratio(actor, experience, steps, early_stop, relative_update, plan, state, args):
+def diagnose_ratio(
+    actor, experience, steps, early_stop, relative_update, same_microbatches, state, args
+) -> dict:
     """The metrics ratio/...: how far the ratio was from 1 and, if it stayed there, why.
 
-    The ratio of the first minibatch is exactly 1, since old log-probs are computed in the
-    microbatches of the first epoch. So is, in every precision, the ratio of the others until a step
-    changes the actor. In later epochs, with other microbatches, rounding moves it as well.
+    If the updates use the `same_microbatches` as make_experience, the ratio of the first minibatch
+    is exactly 1. So is, in every precision, that of the other minibatches of the first epoch, until
+    a step changes the actor. In later epochs rounding moves it as well.
     """
     measured = steps or [early_stop or {"ratio_dev": 0.0}]
     first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch
-    exact = measured[: plan.minibatches] if plan.minibatches > 1 else measured
-    largest_dev = max(step["ratio_dev"] for step in exact)
-    moved = not (first_dev <= 1e-6 and largest_dev <= 2 * max(first_dev, 1e-7))  # also if NaN
+    first_epoch = len(minibatch_rows(experience, 0, state, args))  # number of its minibatches
+    seen = measured[:first_epoch] if first_epoch > 1 else measured
     taken = [step for step in steps if not step["skipped"]]
     lr = steps[-1]["lr"] if steps else 0.0
     bf16 = args.dtype == "bfloat16"  # The sampler then shows no small changes of the weights.
+    tolerance = sampler_tolerance(args)
     sampler_dev = (experience.sampler_logprobs - experience.old_logprobs).abs()
-    sampler_agrees = masked_mean(sampler_dev, experience.mask) < sampler_tolerance(args)
+    sampler_dev = float(masked_mean(sampler_dev, experience.mask))
+    rounding = max(first_dev, 1e-7, 0.0 if bf16 else min(sampler_dev, tolerance))
+    moved = not all(step["ratio_dev"] <= 2 * rounding for step in seen)  # NaN counts as moved.
     causes = {  # The first that holds is reported. Those below None are of a ratio that stays at 1.
         "critic_warmup": state.iteration < args.critic_warmup_iterations,
         "empty_mask": not experience.mask.any(),
-        "forward_mismatch": args.recompute_old_logprobs and first_dev > 1e-6,
+        "forward_mismatch": args.recompute_old_logprobs
+        and first_dev > (1e-6 if same_microbatches else tolerance),
         "kl_early_stop": early_stop and not moved,
         "no_step": not steps,
         "steps_skipped": not taken,
@@ -2261,11 +2280,11 @@ def diagnose_ratio(actor, experience, steps, early_stop, relative_update, plan, 
         "advantage_zero": experience.advantage_std < 1e-6,
         "no_grad_to_actor": all(step["grad_norm"] == 0 for step in taken),
         "optimizer_noop": relative_update == 0 and lr > (1e-7 if bf16 else 1e-10),
+        "one_update_by_design": len(steps) == 1 and relative_update > 0,
         "lr_or_clip_too_small": relative_update < (1e-4 if bf16 else 1e-6),
         # After an earlier update the sampler, a copy of the actor, shows what the forward ignores.
-        "forward_ignores_update": not sampler_agrees,
-        "one_update_by_design": len(steps) == 1,
-        "old_logprob_recomputed": state.actor_steps > len(steps),
+        "forward_ignores_update": sampler_dev > tolerance,
+        "old_logprob_recomputed": args.recompute_old_logprobs and state.actor_steps > len(steps),
     }
     return {
         "ratio/first_dev": first_dev,
@@ -2277,18 +2296,20 @@ def diagnose_ratio(actor, experience, steps, early_stop, relative_update, plan, 
     }
 
 
-def check_first_minibatch(metrics: dict, actor_steps, critic_steps, state):
+def check_first_minibatch(metrics, experience, actor_step_stats, critic_step_stats, state):
     """Raise UserError if the run begins with a ratio that is not 1, or a value that is not the old.
 
     Old log-probs and values are computed by the same weights in the same microbatches. They differ
     only if the updates run another forward pass, or if something changed them in between.
     """
-    if metrics["ratio/diagnosis"] == "forward_mismatch" and state.actor_steps == len(actor_steps):
+    is_first = state.actor_steps == len(actor_step_stats)
+    if is_first and metrics["ratio/diagnosis"] == "forward_mismatch":
         raise UserError(
             "the first ratio of the run is not 1: |ratio - 1| is "
             f"{metrics['ratio/first_dev']:.2g} on average: {ADVICE['forward_mismatch']}"
         )
-    if metrics["critic/first_dev"] > 1e-6 and state.critic_steps == len(critic_steps):
+    is_first = state.critic_steps == len(critic_step_stats)
+    if is_first and metrics["critic/first_dev"] > value_tolerance(experience):
         raise UserError(
             "the first values of the critic are not those of the experience, but "
             f"{metrics['critic/first_dev']:.2g} away on average: {CRITIC_ADVICE}"
@@ -2296,6 +2317,11 @@ def check_first_minibatch(metrics: dict, actor_steps, critic_steps, state):
 
 
 CRITIC_ADVICE = "does make_experience change them, or do the updates run another forward pass?"
+
+
+def value_tolerance(experience: Experience) -> float:
+    """Mean distance of the first values from the old ones that rounding explains."""
+    return 1e-6 * max(1.0, float(experience.values.abs().max()))
 
 
 def some_weights(model: Transformer) -> Tensor:
@@ -2311,14 +2337,14 @@ def hand_over(actor: Transformer, sampler: Transformer) -> float:
     return float((after - before).double().norm() / after.double().norm())
 
 
-def find_mistakes(metrics: dict, args) -> Iterator[str]:
+def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
     """Warnings, to be printed once in a run."""
     cause = metrics["ratio/diagnosis"]
     if cause:
         yield f"  ratio: {cause}: {ADVICE[cause]}"
     if metrics.get("critic/skipped"):
         yield "  critic: steps are skipped, since gradients are not finite"
-    if metrics["critic/first_dev"] > 1e-6:
+    if metrics["critic/first_dev"] > value_tolerance(experience):
         yield f"  critic: its first values are not those of the experience: {CRITIC_ADVICE}"
     # With --no-recompute-old-logprobs the sampler's log-probs are the old ones.
     gap = "debug/sampler_trainer_logprob_diff" if args.recompute_old_logprobs else "ratio/first_dev"
@@ -2410,7 +2436,7 @@ EMBEDDED_WIDTH = 64  # hidden_size of the default model
 NOT_ZERO = (
     "temperature", "rollout_slots", "rollout_batch_size", "n_samples_per_prompt",
     "train_batch_size", "max_new_tokens")  # fmt: skip
-AT_MOST_ONE = "gamma", "gae_lambda", "critic_lambda", "lr_end"
+AT_MOST_ONE = "gamma", "gae_lambda", "critic_lambda", "clip_low", "lr_end"
 
 
 def check_flags(args):
@@ -2460,7 +2486,7 @@ def plan_steps(args) -> types.SimpleNamespace:
     )
 
 
-def print_plan(args, plan, eval_envs: list[gym.Env]):
+def print_plan(args, plan, envs: list[gym.Env], eval_envs: list[gym.Env]):
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     kl = f"KL x {args.kl_coef:g} in the {'loss' if args.kl_loss else 'reward'}"
     models = f"actor {args.model or 'built-in, with random weights'}"
@@ -2472,9 +2498,8 @@ def print_plan(args, plan, eval_envs: list[gym.Env]):
     evaluation = "none"
     if eval_envs:
         evaluation = f"{args.eval_episodes} episodes, sampled and greedy, on other seeds"
-        kwargs = json.loads(args.env_kwargs)
-        same = kwargs | json.loads(args.eval_env_kwargs) == kwargs
-        if same and hasattr(eval_envs[0].unwrapped, "num_prompts"):
+        rows = [getattr(env.unwrapped, "rows", None) for env in (envs[0], eval_envs[0])]
+        if rows[0] and rows[0] == rows[1]:
             evaluation += ", but on the prompts of training: see --eval-env-kwargs"
     print0(f"""\
   models     {models}
@@ -2749,9 +2774,13 @@ def make_optimizer(model: Transformer) -> torch.optim.AdamW:
     return optimizer
 
 
-def first_training_seed(args) -> int:
-    """The environment's seed for the first training prompt, far from those of evaluations."""
-    return random.Random(args.seed).randrange(FIRST_TRAINING_SEED, 2**31)
+def first_training_seed(args, env: gym.Env) -> int:
+    """The environment's seed for the first training prompt, far from those of evaluations.
+
+    It is a multiple of the number of prompts, if the environment knows it: a pass begins there.
+    """
+    n = getattr(env.unwrapped, "num_prompts", 1)
+    return round_up(random.Random(args.seed).randrange(FIRST_TRAINING_SEED, 2**31), n)
 
 
 SFT_BATCH_SIZE = 256  # demonstrations per step
@@ -2759,7 +2788,7 @@ SFT_BATCH_SIZE = 256  # demonstrations per step
 
 def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
     """Supervised steps on the environment's demonstrations of the first training prompts."""
-    first = first_training_seed(args)
+    first = first_training_seed(args, env)
     if args.sft_steps == 0:
         return
     if "demonstration" not in env_reset(env, first)[1]:
@@ -2825,7 +2854,6 @@ class StopSignals:
     def __init__(self):
         self.received = 0  # the signal that this rank has received
         self.number = 0  # the signal that any rank had received when `agree` was called
-        self.interrupted = False  # by Ctrl-C
         self.immediate = False
         self.restore = contextlib.ExitStack()  # At its end the earlier handlers return.
 
@@ -2842,11 +2870,10 @@ class StopSignals:
         )
 
     def receive(self, number: int, frame):
-        # A rank receives one Ctrl-C twice: as SIGINT and, from torchrun, as SIGTERM.
-        is_second = number == signal.SIGINT and self.interrupted
-        self.interrupted |= number == signal.SIGINT
         self.received = number
-        if self.immediate or is_second:
+        if number == signal.SIGINT:  # The second one stops at once.
+            signal.signal(number, signal.default_int_handler)
+        if self.immediate:
             self.immediate = False
             raise KeyboardInterrupt
         with contextlib.suppress(OSError):  # stderr may be closed.
@@ -2855,8 +2882,8 @@ class StopSignals:
     @contextlib.contextmanager
     def at_once(self):
         """Within this context a signal ends the context. `number` then has it."""
-        self.immediate = True
         try:
+            self.immediate = True
             yield
         except KeyboardInterrupt:
             self.number = self.received
@@ -2933,8 +2960,9 @@ class Run:
         samples = logged_samples(episodes, experience)
         for name, value in vars(self.state).items():  # before the first checkpoint needs it
             with attempt(f"save TrainState.{name}, {value!r:.80}, as JSON"):
-                if repr(json.loads(json.dumps(value))) != repr(value):
-                    raise ValueError("it would come back different: no tuples, no keys but text")
+                loaded = json.loads(json.dumps(value))
+                if repr(loaded) != repr(value):
+                    raise ValueError(f"a resumed run would read {loaded!r:.80}")
         if RANK == 0:
             self.append("metrics", {"iteration": i} | metrics)
             for name, value in metrics.items():
@@ -2956,7 +2984,7 @@ class Run:
             f"explained {metrics['critic/explained_variance']:.2f}, "
             f"{metrics['time/iteration']:.2f} s"
         )
-        for text in find_mistakes(metrics, self.args):
+        for text in find_mistakes(metrics, experience, self.args):
             self.print_once(text)
 
     def append(self, name: str, row: dict):
@@ -2999,7 +3027,8 @@ def is_complete(path: Path) -> bool:
     """
     try:
         for name in read_json(path / "state.json")["files"]:
-            safetensors.safe_open(path / name, "pt")
+            with open(path / name, "rb"):  # safe_open calls a file that it cannot open missing.
+                safetensors.safe_open(path / name, "pt")
         return True
     except (FileNotFoundError, NotADirectoryError):
         return False
@@ -3014,10 +3043,10 @@ def run_checkpoints(run_folder: Path) -> list[Path]:
 
     Raises OSError if the folder cannot be read.
     """
-    folder = run_folder / "checkpoints"
-    names = os.listdir(folder) if os.path.lexists(folder) else []
-    names = sorted((x for x in names if re.fullmatch(r"iter_[0-9]{6}", x)), reverse=True)
-    return [folder / name for name in names]
+    folder, names = run_folder / "checkpoints", []
+    with contextlib.suppress(FileNotFoundError):
+        names = [name for name in os.listdir(folder) if re.fullmatch(r"iter_[0-9]{6}", name)]
+    return [folder / name for name in sorted(names, reverse=True)]
 
 
 def files_of_all_ranks(folder: Path) -> list[str]:
@@ -3071,7 +3100,8 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
                 return path
             print0(f"passed over {path}: files are missing or damaged")
         summary = run_folder / "summary.json"
-        if paths or (summary.exists() and read_json(summary)["status"] != "failed"):
+        ended = summary.exists() and read_json(summary)["status"] != "failed"
+        if paths or ended or (run_folder / "model").exists():
             raise UserError(
                 f"--resume auto: {run_folder} has results, but no complete checkpoint. To keep "
                 "them, choose another --run-name. To begin anew, delete the folder"

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 import unittest.mock
 from pathlib import Path
 
@@ -150,15 +149,16 @@ def forced_lengths(name: str, samples: int, mean: int, longest: int) -> list[int
 def forced(ppo, lengths: list[int], after=lambda: None):
     """Within, sample i of a rollout gets lengths[i] tokens. Gives (start, end, rows that decode) of every K steps.
 
-    K is `steps` of Decoder, on the CPU 1. `after` is called after them. On an accelerator start and end tell when they
-    were launched.
+    K is `steps_per_wait` of Decoder, on the CPU 1. `after` is called after them. On an accelerator start and end tell
+    when they were launched.
     """
     blocks, limits, made, rollout, begin, step = [], {}, 0, ppo.rollout, ppo.Decoder.begin, ppo.Decoder.step
 
     def forced_begin(decoder, rows, episodes, args):
         begin(decoder, rows, episodes, args)
         decoder.stop_ids.fill_(decoder.sampler.config.vocab_size)  # never sampled
-        decoder.limit[list(rows)] = torch.tensor([e.prompt_length + limits[e.noise_key] for e in episodes]).to(decoder.limit)
+        limit = [e.prompt_length + limits[e.noise_key] for e in episodes]
+        decoder.limit[list(rows)] = torch.tensor(limit).to(decoder.limit)
 
     def forced_rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args):
         keys = ppo.sample_keys(args.seed, iteration, sample_ids).tolist()
@@ -193,7 +193,8 @@ def make_decoder(ppo, sampler, tokenizer, rows: int, args):
 
 def load_sampler(ppo, config, dtype, device="cpu"):
     """A model that decodes, with undefined weights, or those of a folder."""
-    args = types.SimpleNamespace(dtype=str(dtype).removeprefix("torch."), device=str(device))
+    dtype = str(dtype).removeprefix("torch.")
+    args = ppo.Args(dtype=dtype, device=str(device), compile="off")
     if not isinstance(config, str):
         return ppo.build_model(config, "lm", args, sampler=True)
     model = ppo.build_model(ppo.load_config(config), "lm", args, sampler=True)

@@ -150,7 +150,7 @@ def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
     env = ppo_llm.gym.make(flags["env_id"], disable_env_checker=True, **json.loads(defaults.env_kwargs))
     N = defaults.rollout_batch_size
     total = N * defaults.num_iterations
-    first = ppo_llm.first_training_seed(defaults)
+    first = ppo_llm.first_training_seed(defaults, env)
     seeds = range(first, first + total)  # those of our training prompts
     prompts = [env.reset(seed=i)[0] for i in seeds]
     chat = ppo_llm.HFTokenizer(folder)

@@ -117,14 +117,15 @@ def ratio(folder: str) -> None:
     for dtype in ("float32", "bfloat16"):
         args, actor, experience = sampled(folder, dtype, 24)
         mask = experience.mask
-        old = ppo_llm.logprobs_of_all(actor, experience, args)
+        generator, everything = torch.Generator().manual_seed(0), torch.arange(len(mask))
+        old = ppo_llm.logprobs_of_all(actor, experience, [everything], args)
         new = torch.zeros_like(old)
-        for part in torch.randperm(len(old), generator=torch.Generator().manual_seed(0)).split(args.train_batch_size):
+        for part in torch.randperm(len(old), generator=generator).split(args.train_batch_size):  # other microbatches
             for rows in ppo_llm.microbatches(part, experience.lengths, args.micro_batch_tokens):
                 logprobs, _ = actor.sampled_logprobs(experience.microbatch(rows, "cpu"), 1.0)  # with gradients
                 new[rows, : logprobs.shape[1]] = logprobs.detach().float()
         deviation = ((new - old).exp() - 1).abs()[mask]
-        gap = (old - experience.logprobs).abs()[mask].mean()
+        gap = (old - experience.sampler_logprobs).abs()[mask].mean()
         common.line([dtype, len(deviation), f"{deviation.mean():.1e}, {deviation.max():.1e}", f"{gap:.1e}"])
         del actor
 
@@ -132,8 +133,8 @@ def ratio(folder: str) -> None:
 def gradient(folder: str) -> None:
     """Of a policy loss with made-up advantages, on the first minibatch."""
     args, actor, experience = sampled(folder, "float32", 16)
-    old = ppo_llm.logprobs_of_all(actor, experience, args)
-    rows, n_tokens = torch.arange(len(old)), int(experience.mask.sum())
+    rows, n_tokens = torch.arange(len(experience.mask)), int(experience.mask.sum())
+    old = ppo_llm.logprobs_of_all(actor, experience, [rows], args)
     advantages = torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
     experience.old_logprobs, experience.advantages = old, advantages * experience.mask
     for part in ppo_llm.microbatches(rows, experience.lengths, args.micro_batch_tokens):

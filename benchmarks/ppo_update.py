@@ -91,7 +91,7 @@ class Bench:
         """Seconds of PHASES in the last iteration."""
         silence = contextlib.redirect_stdout(io.StringIO())
         no_export = unittest.mock.patch.object(ppo_llm, "save_hf_checkpoint")  # at the end of a run
-        first = unittest.mock.patch.object(ppo_llm, "first_prompt", return_value=0)  # prompt i gets lengths[i]
+        first = unittest.mock.patch.object(ppo_llm, "first_training_seed", return_value=0)  # prompt i gets lengths[i]
         forced = common.forced(ppo_llm, self.lengths)
         with tempfile.TemporaryDirectory() as folder, silence, no_export, first, forced:
             ppo_llm.train(ppo_llm.Args(

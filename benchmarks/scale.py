@@ -246,7 +246,8 @@ def main() -> None:
             build_sampler if sampler else original.build_model)(config, head, args),
         evaluate=lambda *args: {"accuracy": 0.0, "greedy_accuracy": 0.0, "reward": 0.0},
         diagnose_ratio=lambda *args: {"ratio/diagnosis": None},  # the numbers are made up
-        save_hf_checkpoint=lambda *args: None, generate_turn=device.generate_turn, Clock=lambda: Clock(device))  # fmt: skip
+        check_first_minibatch=lambda *args: None, find_mistakes=lambda *args: (), generate_turn=device.generate_turn,
+        save_hf_checkpoint=lambda *args: None, Clock=lambda: Clock(device))  # fmt: skip
     _fsdp_param.free_storage = lambda x: device.resize(x, 0)
     _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = lambda x: device.resize(x, x.nbytes)
     torch.distributed.broadcast_object_list = lambda values, **kwargs: None  # all hold what this one does

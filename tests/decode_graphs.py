@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs, on the simulated device: `python decode_graphs.py SCRIPT`.
 
-Rollouts by graphs must be those of the CPU, and the graphs must use no memory but that of weights, cache, rows and
-their own: what lies elsewhere is not the same in the next replay.
+Rollouts by graphs must be those of the CPU, with attention by a mask and by lengths, as in bfloat16. The graphs must
+use no memory but that of weights, cache, rows and their own: what lies elsewhere is not the same in the next replay.
 """
 
 import importlib
@@ -21,7 +21,7 @@ ppo.Decoder.step = simulated_cuda.counted(ppo.Decoder.step)
 
 def addresses(decoder):
     """(first, end) of the memory that graphs may use."""
-    own = [x for x in (decoder.cache.rows, *vars(decoder).values()) if isinstance(x, torch.Tensor)]
+    own = [x for x in (*vars(decoder.cache).values(), *vars(decoder).values()) if isinstance(x, torch.Tensor)]
     layers = [x for layer in decoder.cache.layers for x in layer]
     memory = [*decoder.sampler.parameters(), *decoder.sampler.buffers(), *layers, *own]
     return [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in memory]
@@ -48,13 +48,16 @@ def rollouts(device, compile):
 
 
 expected, *_ = rollouts("cpu", "off")
-simulated_cuda.calls.clear()
-played, graphs, memory = rollouts("cuda", "on")
-for episodes, others in zip(played, expected, strict=True):
-    assert_same(episodes, others)
-for graph in graphs.values():
-    for address in graph.outside:
-        assert any(start <= address < end for start, end in memory), "memory that nobody keeps"
-# Of 32 positions and of all, for every temperature; all steps but the first of each are replays.
-assert len(graphs) == 2
-assert simulated_cuda.calls["replay"] == simulated_cuda.calls["Decoder.step"] - 2 > 100
+for by_lengths in (False, True):
+    ppo.has_varlen = lambda x, by_lengths=by_lengths: by_lengths and x.is_cuda
+    simulated_cuda.calls.clear()
+    played, graphs, memory = rollouts("cuda", "on")
+    for episodes, others in zip(played, expected, strict=True):
+        assert_same(episodes, others)
+    for graph in graphs.values():
+        for address in graph.outside:
+            assert any(start <= address < end for start, end in memory), "memory that nobody keeps"
+    # Of 32 positions and of all, for every temperature; all steps but the first of each are replays.
+    assert len(graphs) == 2
+    assert simulated_cuda.calls["replay"] == simulated_cuda.calls["Decoder.step"] - 2 > 100
+    assert (simulated_cuda.calls["aten::_flash_attention_forward"] > 0) == by_lengths

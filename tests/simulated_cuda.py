@@ -253,6 +253,13 @@ def attention(q, k, v, mask=None, dropout=0.0, is_causal=False, *, scale=None, e
     return math(q, k, v, added(mask, q), dropout, is_causal, None)[0]
 
 
+def product(a, b, dtype):
+    """A product of matrices in another precision than theirs, which CPUs lack."""
+    if a.dtype != b.dtype or a.dtype == dtype or dtype != torch.float32:
+        raise RuntimeError(f"product of {a.dtype} and {b.dtype} in {dtype}")
+    return a.to(dtype) @ b.to(dtype)
+
+
 nothing = "_lazy_init set_device synchronize manual_seed_all get_rng_state set_rng_state reset_peak_memory_stats"
 for name in nothing.split():
     setattr(torch.cuda, name, lambda *args, **kwargs: None)  # each a function of its own: dynamo insists
@@ -277,6 +284,8 @@ for name, new in ("empty.memory_format", torch.empty), ("empty_strided", torch.e
     libraries["aten"].impl(name, partial(empty, new), "CUDA")
 for key in "CUDA", "AutogradCUDA":
     libraries["aten"].impl("scaled_dot_product_attention", attention, key)
+libraries["aten"].impl("mm.dtype", product, "CPU")
+libraries["aten"].impl("mm.dtype_out", lambda a, b, dtype, *, out: out.copy_(product(a, b, dtype)), "CPU")
 libraries["aten"].impl("_flash_attention_forward", flash, "CPU")
 libraries["aten"].impl("_flash_attention_backward", flash_backward, "CPU")
 for name in ("allreduce_ broadcast_ allgather_ _allgather_base_ _reduce_scatter_base_ allreduce_coalesced_ "

@@ -81,7 +81,8 @@ def test_help_shows_the_defaults_that_depend_on_the_model(ppo, capsys):
         main(ppo)
     text = " ".join(capsys.readouterr().out.split())
     for without, with_model in ppo.DEFAULTS.values():
-        assert f"default: {without:g}, with --model {with_model:g}".replace("e-0", "e-").replace("0.0005", "5e-4") in text
+        shown = f"default: {with_model:g} if --model is given, else {without:g}"
+        assert shown.replace("e-0", "e-").replace("0.0005", "5e-4") in text
 
 
 def test_ctrl_c_is_no_error_of_the_user(ppo):
@@ -202,7 +203,7 @@ def test_reward_function_or_demonstration_that_is_missing(ppo, tmp_path, reward,
     path = tmp_path / "rows"
     path.write_text(f'{{"prompt": "x=", "demonstration": "x"}}\n{PROMPT[:-1]}{second}')
     kwargs = json.dumps({"path": str(path), "reward": reward})
-    refuse(ppo, tmp_path, part, sft_steps=1, seed=2, env_id="Prompts-v0", env_kwargs=kwargs)
+    refuse(ppo, tmp_path, part, sft_steps=1, seed=3, env_id="Prompts-v0", env_kwargs=kwargs)
 
 
 def test_rewards_that_are_not_finite_or_have_no_finite_square(ppo, tmp_path):
@@ -213,21 +214,25 @@ def test_rewards_that_are_not_finite_or_have_no_finite_square(ppo, tmp_path):
         refuse(ppo, tmp_path, "is not finite", begun=True, kl_coef=0.1, run_name="other")
 
 
-def test_a_state_that_is_not_json_is_refused_in_the_first_iteration(ppo, tmp_path):
+@pytest.mark.parametrize(("value", "error"), [
+    (torch.zeros(()), "TypeError"), ((1, 2), "ValueError: a resumed run would read [1, 2]"), ({1: 2}, "ValueError: a resumed run would read {'1': 2}")])
+def test_a_state_that_is_not_json_is_refused_in_the_first_iteration(ppo, tmp_path, value, error):
     """Not when the first checkpoint is written, an hour later."""
 
     @dataclasses.dataclass
     class State(ppo.TrainState):
-        baseline: torch.Tensor = dataclasses.field(default_factory=lambda: torch.zeros(()))
+        baseline: object = dataclasses.field(default_factory=lambda: value)
 
     with mock.patch.object(ppo, "TrainState", State):
-        refuse(ppo, tmp_path, "cannot write the fields of TrainState as JSON: TypeError", begun=True)
+        refuse(ppo, tmp_path, f"cannot save TrainState.baseline, {value!r}, as JSON: {error}", begun=True)
     assert lines(tmp_path / "runs" / "run") == []
 
 
 @pytest.mark.parametrize(("part", "changes"), [
-    ("'gpt2': must be llama, qwen2 or qwen3", {"model_type": "gpt2"}),
-    ("use_sliding_window off", {"use_sliding_window": True}), ("hidden_act must be silu", {"hidden_act": "gelu"}),
+    ("model_type 'gpt2': must be llama, mistral, qwen2, qwen3", {"model_type": "gpt2"}),
+    *[("sliding_window 9: attention must have no window", {"sliding_window": 9} | kind) for kind in (
+        {"model_type": "mistral"}, {"model_type": "qwen2", "use_sliding_window": True})],
+    ("hidden_act 'gelu': must be silu", {"hidden_act": "gelu"}),
     *[("rope_type must be one of ('default', 'linear', 'dynamic', 'yarn', 'llama3')", {"rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0,
         "original_max_position_embeddings": 24}})],

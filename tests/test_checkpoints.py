@@ -113,8 +113,8 @@ def test_a_run_resumed_with_other_sizes_goes_on_with_its_prompts_and_schedules(p
     assert seeds == list(range(first, first + 2 * 8 + (N - 2) * flags["rollout_batch_size"]))
     rate = lambda progress: pytest.approx(1e-3 * (1 - 0.8 * progress))
     for i, row in list(enumerate(lines(tmp_path / "run")))[2:]:
-        steps, plan = row["ratio/steps"], ppo.Plan(ppo.complete(ppo.Args(**flags)))
-        rates = [rate((i - warmup + step / plan.actor_steps) / (N - warmup)) for step in range(plan.actor_steps)]
+        steps, plan = row["ratio/steps"], ppo.plan_steps(ppo.complete(ppo.Args(**flags)))
+        rates = [rate((i - warmup + step / plan.update_steps) / (N - warmup)) for step in range(plan.update_steps)]
         assert [step["lr"] for step in steps] == rates
         assert row["critic/lr"] == rate((i + (plan.critic_steps - 1) / plan.critic_steps / 2) / N)  # the mean
 
@@ -237,6 +237,28 @@ def test_a_damaged_checkpoint_is_one_line_and_auto_takes_the_one_before(ppo, cop
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
 
+def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(ppo, copied, tmp_path):
+    """It may be complete: an older one would overwrite what came after it."""
+    args = ppo.Args(log_dir=str(tmp_path), run_name="run", resume="auto")
+    error, not_now = r"cannot read the checkpoints of \S*run: .*not now", mock.Mock(side_effect=OSError("not now"))
+    for owner, name in (ppo, "read_json"), (ppo.safetensors, "safe_open"), (ppo.os, "listdir"):
+        with mock.patch.object(owner, name, not_now), pytest.raises(ppo.UserError, match=error):
+            ppo.find_checkpoint(args)
+
+
+def test_an_export_takes_the_place_of_the_one_before_when_it_is_complete(ppo, copied):
+    model, tokenizer = ppo.load_hf_checkpoint(copied / "model")[0], ppo.HFTokenizer(copied / "model")
+    before, disk_is_full = tensors_of(copied / "model"), mock.Mock(side_effect=OSError("No space left"))
+    model.model.norm.weight.data += 1
+    with mock.patch.object(ppo, "write_json", disk_is_full), pytest.raises(ppo.UserError, match="No space left"):
+        ppo.save_hf_checkpoint(model, tokenizer, copied / "model")
+    left = tensors_of(copied / "model")
+    assert left.keys() == before.keys() and all(torch.equal(x, before[name]) for name, x in left.items())
+    ppo.save_hf_checkpoint(model, tokenizer, copied / "model")
+    assert torch.equal(tensors_of(copied / "model")["model.norm.weight"], model.model.norm.weight)
+    assert not [*copied.glob("model.*")]
+
+
 def test_a_checkpoint_of_a_model_of_another_size_is_one_line(ppo, whole, tmp_path):
     """Here one with another alphabet."""
     with pytest.raises(ppo.UserError, match=r"cannot resume from \S*iter_000003: \w+: ") as error:
@@ -286,7 +308,6 @@ def test_a_second_ctrl_c_stops_at_once(ppo):
         stop.catch()
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -294,7 +315,7 @@ def test_a_second_ctrl_c_stops_at_once(ppo):
 def test_a_finished_run_without_checkpoints_is_not_begun_anew(ppo, tmp_path):
     train(ppo, tmp_path, save_every=0)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with pytest.raises(ppo.UserError, match="has no complete checkpoint: choose another --run-name"):
+    with pytest.raises(ppo.UserError, match="run has results, but no complete checkpoint"):
         train(ppo, tmp_path, save_every=0, resume="auto")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
@@ -307,4 +328,13 @@ def test_a_signal_ends_the_run_after_the_iteration_with_checkpoint_and_export(pp
     assert (end.value.code, summary["status"], len(lines(run)), iterations(run)) == (code, "interrupted", 1, [1])
     saved = tensors_of(newest(run))
     assert all(torch.equal(x, saved[f"actor.{name}"]) for name, x in tensors_of(run / "model").items())
+    assert_same(whole, train(ppo, tmp_path, resume="auto"))
+
+
+def test_a_signal_ends_the_last_evaluation_when_all_is_saved(ppo, whole, tmp_path):
+    last = on_call(ppo, "evaluate", 3, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with last, pytest.raises(SystemExit) as end:
+        train(ppo, tmp_path)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (end.value.code, summary["status"], "eval_after" in summary) == (143, "interrupted", False)
     assert_same(whole, train(ppo, tmp_path, resume="auto"))

@@ -1,11 +1,14 @@
 """--critic-model: what a critic may start from, and that its export can be the next start."""
 
+import dataclasses
+from unittest import mock
+
 import pytest
 import torch
 from distributed_worker import on_call
 from test_checkpoints import tensors_of, train
 from test_distributed import FEW, launch, same_run  # noqa: F401
-from test_train import lines, without_clock
+from test_train import changed, lines, without_clock
 from test_transformers import CLASSIFIER, VOCABULARY, hf_folder
 
 pytestmark = pytest.mark.shared
@@ -45,6 +48,14 @@ def test_it_starts_from_a_classifier_of_another_size_and_its_export_can_be_the_n
     args = ppo.complete(ppo.Args(**flags, critic_model=str(run / "critic"), device="cpu"))
     critic = ppo.build_critic(*reversed(ppo.build_actor(args, ppo.SortDigits())), args)
     assert all(torch.equal(x, exported[name]) for name, x in critic.named_parameters())
+
+
+def test_first_values_that_are_not_those_of_the_experience_end_the_run(ppo, flags, tmp_path):
+    folder = hf_folder(tmp_path / "classifier", **SMALLER)
+    half = changed(ppo.make_experience, lambda e: dataclasses.replace(e, values=e.values / 2))
+    error = pytest.raises(ppo.UserError, match="first values of the critic are not those of the experience")
+    with mock.patch.object(ppo, "make_experience", half), error:
+        train(ppo, tmp_path, **flags, critic_model=str(folder))
 
 
 def test_another_vocabulary_is_refused(ppo, flags, tmp_path):

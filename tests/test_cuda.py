@@ -72,6 +72,9 @@ def test_one_process(ppo, tmp_path):
             turns, blocks = waits["Decoder.begin"] / 3, calls["Decoder.step"] / 8
             assert waits["generate_turn"] <= blocks + 4 * turns
     assert len(lines(tmp_path / "half")) == max(run["num_iterations"] for run in runs)
+    for row in (row for run in runs for row in lines(tmp_path / run["run_name"])):
+        assert row["ratio/first_dev"] == row["critic/first_dev"] == 0
+        assert row["debug/sampler_trainer_logprob_diff"] < (0.03 if row in lines(tmp_path / "half") else 1e-5)
     assert_as_on_the_cpu(ppo, tmp_path, "float", runs[-1]["run_name"])  # the last is compiled
 
 
@@ -119,4 +122,5 @@ def test_first_ratio_is_exactly_one_in_bfloat16_and_compiled(ppo, tmp_path):
     torch._dynamo.reset()
     ppo.train(ppo.Args(**flags))
     [row] = lines(tmp_path / "run")
-    assert row["ratio/first_dev"] == 0 and row["objective/kl"] == 0 and row["ratio/last_dev"] > 0.01
+    assert row["ratio/first_dev"] == row["critic/first_dev"] == row["objective/kl"] == 0
+    assert row["ratio/last_dev"] > 0.01

@@ -152,6 +152,19 @@ def test_ranks_get_as_many_microbatches_of_nearly_the_same_tokens(ppo, ranks, bu
     assert all(int(lengths[part].max()) * len(part) <= 2 * budget for part in parts if len(part) > 1)
 
 
+def test_ranks_that_differ_in_what_each_computes_are_an_error(ppo):
+    """Of two ranks that are alike; the other one is then made to differ in one part."""
+    x = torch.ones(2, 3)
+    samples = ppo.Experience(lengths=x[:, 0], tokens=x, mask=x > 0, sampler_logprobs=x, rewards=x)
+    check = lambda: ppo.check_ranks_agree([1, 2], samples, ppo.TrainState())
+    with mock.patch.object(ppo, "WORLD_SIZE", 2):
+        check()
+        for i, part in enumerate(["the seeds of the prompts", "the samples that are trained on", "TrainState"]):
+            other = lambda crc, op, i=i: crc[i : i + 1].add_(op == ppo.dist.ReduceOp.MAX)
+            with mock.patch.object(ppo.dist, "all_reduce", other), pytest.raises(ppo.UserError, match=f"in {part}:"):
+                check()
+
+
 def test_checkpoints_are_resumed_on_another_number_of_ranks(ppo, alone, two, tmp_path):
     same_run(two / "resumed", alone / "run", after=2)
     checkpoint = two / "run" / "checkpoints" / "iter_000002"
@@ -185,7 +198,7 @@ def test_a_signal_on_one_rank_ends_all_after_the_iteration_and_they_can_be_resum
 @pytest.mark.slow
 def test_an_error_of_one_rank_ends_all(ppo, tmp_path):
     """The 15th prompt belongs to the second iteration of 8 prompts, and to the second rank."""
-    seed = ppo.first_training_seed(ppo.Args()) + 14
+    seed = ppo.first_training_seed(ppo.Args(), ppo.SortDigits()) + 14
     faulty = dict(env_id="environments:Constant-v0", env_kwargs=json.dumps({"reward": "?", "first": seed}))
     code, output = finish(start(torchrun(2, ppo.__file__, *flags_of(**faulty)), tmp_path), timeout=60)
     assert output.count(f"error: cannot play the episode with seed {seed}: ") == 1, output

@@ -9,11 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import safetensors.torch
 import torch
 from conftest import ROOT
+from distributed_worker import run_on_ranks
 from transformers import AutoModelForCausalLM
 
 import ppo_llm
@@ -28,6 +30,8 @@ PAIRS = [pair for pair in itertools.combinations(PATCHES, 2) if frozenset(pair) 
 FLAGS = dict(num_iterations=2, rollout_batch_size=8, n_samples_per_prompt=2, train_batch_size=16, max_new_tokens=5,
              sft_steps=0, eval_episodes=2, save_every=1, env_id="environments:Plain-v0", device="cpu", run_name="run",
              kl_coef=0.1)  # fmt: skip
+# Their old log-probs are those of the sampler, or their minibatches are not those in which the samples were scored.
+ROUNDED = {"sao", "bpco", "best_and_worst"}
 RECORDED = ("build_actor", "build_critic", "play", "make_experience", "minibatches", "policy_loss")
 
 
@@ -54,9 +58,9 @@ def recorded(function, calls):
     return call
 
 
-def run(patch, folder, prepare=lambda ppo: None, **flags):
-    """(module, rows of metrics.jsonl, run folder) of a patched script; module.calls has those of RECORDED functions."""
-    spec = importlib.util.spec_from_file_location("ppo_llm", patched_script(patch, folder))
+def train(script, prepare=lambda ppo: None, **flags):
+    """Train in the folder of a changed script. Returns it as a module; module.calls has those of RECORDED functions."""
+    spec = importlib.util.spec_from_file_location("ppo_llm", script)
     ppo = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, "ppo_llm", ppo)
@@ -65,9 +69,17 @@ def run(patch, folder, prepare=lambda ppo: None, **flags):
         ppo.calls = collections.defaultdict(list)
         for name in RECORDED:
             setattr(ppo, name, recorded(getattr(ppo, name), ppo.calls[name]))
-        summary = ppo.train(ppo.Args(log_dir=str(folder), **FLAGS | flags))
+        summary = ppo.train(ppo.Args(log_dir=str(script.parent), **FLAGS | flags))
     assert summary["status"] == "completed"
+    return ppo
+
+
+def run(patch, folder, prepare=lambda ppo: None, **flags):
+    """(module of `train`, rows of metrics.jsonl, run folder) of a patched script."""
+    ppo = train(patched_script(patch, folder), prepare, **flags)
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    largest = 1e-5 if ROUNDED & set(patch.split(",")) else 0
+    assert all(row["ratio/first_dev"] <= largest for row in rows)
     return ppo, rows, folder / "run"
 
 
@@ -108,7 +120,7 @@ def test_pairs_apply_and_compile_but_for_those_of_the_guide(tmp_path):
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_pairs_train(pair, tmp_path):
     _, rows, _ = run(",".join(pair), tmp_path)
-    assert len(rows) == 2 and rows[0]["actor/grad_norm"] > 0 and rows[0]["ratio/first_dev"] < 1e-5
+    assert len(rows) == 2 and rows[0]["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("patch", ["adaptive_lambda", "sao", "bpco"])
@@ -177,7 +189,7 @@ def test_group_normalised(patch, tmp_path):
 
 def test_group_normalised_learns_nothing_from_equal_rewards(tmp_path):
     """The mean of eight times 0.6 differs from 0.6 by rounding, that of eight ones does not differ from 1."""
-    kwargs = json.dumps(dict(reward=0.6, first=ppo_llm.first_training_seed(ppo_llm.Args()) + 4))  # the first four get 1
+    kwargs = json.dumps(dict(reward=0.6, first=ppo_llm.first_training_seed(ppo_llm.Args(), ppo_llm.SortDigits()) + 4))  # the first four get 1
     flags = dict(env_id="environments:Constant-v0", env_kwargs=kwargs, kl_coef=0.0)
     ppo, _, _ = run("group_normalised", tmp_path, n_samples_per_prompt=8, **flags)
     assert not any(e.advantages.any() for e in experiences(ppo))
@@ -202,8 +214,9 @@ def test_replay_trains_the_previous_rollout_with_its_own_old_logprobs(tmp_path):
     for ((_, old_logprobs, advantages, *_), _), e in zip(ppo.calls["policy_loss"], (first, second, first)):
         assert torch.equal(nonzero(old_logprobs), nonzero(e.old_logprobs))
         assert torch.equal(nonzero(advantages), nonzero(e.advantages))
-    assert rows[1]["ratio/steps"][0]["ratio_dev"] < 1e-5 < rows[1]["ratio/steps"][1]["ratio_dev"]
-    assert ppo.Plan(ppo.Args(**FLAGS | dict(critic_epochs=1, ppo_epochs=1))).actor_steps == 2
+    newest, oldest = rows[1]["ratio/steps"]
+    assert newest["ratio_dev"] == 0 and oldest["ratio_dev"] > 1e-5
+    assert ppo.plan_steps(ppo.Args(**FLAGS | dict(critic_epochs=1, ppo_epochs=1))).update_steps == 2
 
 
 @pytest.mark.parametrize(("flags", "weigh"), [
@@ -269,3 +282,41 @@ def test_lora_trains_adapters_alone_and_exports_them_merged(tmp_path):
     _, resumed, _ = run("lora", tmp_path, resume="auto", **flags)
     without_clock = lambda row: {name: x for name, x in row.items() if not name.startswith("time/")}
     assert list(map(without_clock, resumed)) == list(map(without_clock, rows))
+
+
+NAIVE = {  # changes that look right: (text of the script, what replaces it, the error that they end with)
+    "a critic at the first token of each response, whose loss is divided by the tokens of a microbatch": [
+        "newvalues, mb.values, mb.returns, mb.mask, args.value_clip, denom=n_tokens",
+        "newvalues, mb.values, mb.returns, starts := mb.mask & ~mb.mask.roll(1, 1), None, denom=starts.sum()",
+        "denom must be the number of tokens of the whole minibatch",
+    ],
+    "success rates by prompt, which JSON would give names of text": [
+        "    eval_before: dict | None = None\n",
+        "    eval_before: dict | None = None\n    rates: dict = field(default_factory=lambda: {1048576: 0.5})\n",
+        "cannot save TrainState.rates, {1048576: 0.5}, as JSON: ValueError: a resumed run would read {'1048576': 0.5}",
+    ],
+}
+
+
+def naive_script(folder, old, new):
+    text = (ROOT / "ppo_llm.py").read_text()
+    assert text.count(old) == 1
+    script = folder / "ppo_llm.py"
+    script.write_text(text.replace(old, new))
+    return script
+
+
+@pytest.mark.parametrize("name", NAIVE)
+def test_naive_change_ends_in_the_first_iteration(name, tmp_path):
+    *change, error = NAIVE[name]
+    with pytest.raises((TypeError, ValueError), match=re.escape(error)):
+        train(naive_script(tmp_path, *change))
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+def test_prompts_that_differ_on_two_ranks_are_named(tmp_path):
+    prompts = "range(first, first + args.rollout_batch_size)"
+    script = naive_script(tmp_path, prompts, f"random.choices({prompts}, k=args.rollout_batch_size)")
+    flags = FLAGS | dict(eval_episodes=0, save_every=0)
+    with pytest.raises(Exception, match="UserError: the ranks differ in the seeds of the prompts: compute it alike"):
+        run_on_ranks(types.SimpleNamespace(__file__=script), tmp_path, 2, ("run", flags, None))

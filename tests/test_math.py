@@ -89,6 +89,10 @@ def test_policy_loss_equals_a_loop_over_tokens(ppo, low, high, dual):
     for name, value in (stats | {"loss": loss}).items():
         close(value, sums[name] / 99, 1e-5)
     assert 0 < stats["clipfrac"] < 1
+    with pytest.raises(TypeError, match="of the whole minibatch, an int"):
+        ppo.policy_loss(logprobs, old, advantages, mask, low, high, dual, mask.sum())
+    with pytest.raises(TypeError, match="of the whole minibatch, an int"):
+        ppo.value_loss(logprobs, old, advantages, mask, None, mask.sum())
 
 
 def test_the_clip_stops_gradients_where_the_paper_says(ppo):
@@ -160,13 +164,14 @@ def test_token_logprobs_equals_full_logits_with_gradients_and_never_holds_them(p
 
 
 def test_token_logprobs_of_bfloat16_round_no_more_than_the_whole_product(ppo):
-    """Softmax and the sum over the chunks are in float32: 4 chunks of 16 tokens."""
+    """Logits, softmax and the sum over the chunks are in float32: 4 chunks of 16 tokens."""
     hidden, weight = torch.randn(64, 4).bfloat16(), torch.randn(2**18, 4).bfloat16()
     rest = torch.randint(8, (64,)), 1.0
     exact, _ = with_gradients(full_logprobs, hidden.float(), weight.float(), *rest)
     (ours, _), (whole, _) = (with_gradients(f, hidden, weight, *rest) for f in (ppo.token_logprobs, full_logprobs))
     for x, y, z in zip(ours, whole, exact, strict=True):
         assert (x - z).norm() <= 1.1 * (y - z).norm()
+    close(torch.stack(ours[:2]), torch.stack(exact[:2]), 1e-4)
     assert ours[0].dtype == torch.float32 and ours[3].dtype == torch.bfloat16
 
 
@@ -202,7 +207,9 @@ def test_the_output_one_earlier_predicts_a_sampled_token_and_values_its_state(pp
     values = lambda mb: critic.sampled_values(mb)
     args = ppo.Args(micro_batch_tokens=20, device="cpu", compile="off")
     for function, correct in zip((logprobs, entropies, values), expected, strict=True):
-        close(ppo.forward_all(function, e, args), correct, 1e-5)
+        for minibatches in [torch.arange(5)], [torch.tensor([2, 0]), torch.tensor([4, 1, 3])]:
+            close(ppo.forward_all(function, e, minibatches, args), correct, 1e-5)
+        assert not ppo.forward_all(function, e, [torch.tensor([0, 1])], args)[2:].any()
         mb = e.microbatch(torch.arange(5), "cpu")
         assert len(mb.packing.place) == mb.packing.starts[-1] == e.lengths.sum()
         for name in ("position", "place", "sampled"):
@@ -214,7 +221,8 @@ def test_the_output_one_earlier_predicts_a_sampled_token_and_values_its_state(pp
 def test_gradients_do_not_depend_on_microbatches_padding_order_or_garbage(ppo, head):
     model, e = tiny_model(ppo, head), tiny_experience(ppo)
     new = {"lm": lambda mb: model.sampled_logprobs(mb, 0.8)[0], "scalar": lambda mb: model.sampled_values(mb)}
-    old = ppo.forward_all(new[head], e, ppo.Args(device="cpu", compile="off")) + 0.1 * torch.randn(5, 12)
+    old = ppo.forward_all(new[head], e, [torch.arange(5)], ppo.Args(device="cpu", compile="off"))
+    old += 0.1 * torch.randn(5, 12)
     e = dataclasses.replace(e, old_logprobs=old, values=old, advantages=torch.randn(5, 12), returns=torch.randn(5, 12))
 
     def gradient(e, budget):

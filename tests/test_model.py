@@ -273,5 +273,9 @@ def test_bfloat16_forwards_train_float32_weights_and_the_sampler_agrees(ppo, tie
     trained = actor(tokens)
     for logits in (trained, sampler(tokens)):
         assert logits.dtype == torch.bfloat16 and (logits - exact).abs().mean() < 0.03 * exact.std()
+    first = tokens[:, :1], torch.zeros(1, 1, dtype=torch.int64), ppo.KVCache(actor.config, 1, 9, torch.bfloat16), 16
+    with torch.no_grad():
+        expected = sampler.prefill(*first)[:, 0].float() @ sampler.lm_head.weight.float().T
+        torch.testing.assert_close(sampler.next_logits(*first), expected, rtol=1e-5, atol=1e-5)  # without rounding
     trained.sum().backward()
     assert {x.dtype for p in actor.parameters() for x in (p, p.grad)} == {torch.float32}

@@ -49,22 +49,20 @@ def assert_diagnosed(folder):
 
 def sample_late(monkeypatch):
     """In ppo_llm the sampler now gets weights one iteration late, and the loss is weighed for that."""
-    copy_weights, copy_model, make_experience = ppo_llm.copy_weights, ppo_llm.copy_model, ppo_llm.make_experience
-    samplers, handed = [], []
+    copy_model, make_experience = ppo_llm.copy_model, ppo_llm.make_experience
+    handed = []  # weights of the actor, from the first
 
     def make(model, args, sampler=False):
-        copied = copy_model(model, args, sampler)
         if sampler:
-            samplers.append(copied)
-            copy(model, copied)
-        return copied
+            handed.append([p.detach().clone() for p in model.parameters()])
+        return copy_model(model, args, sampler)
 
-    def copy(source, target):
-        if target not in samplers:
-            return copy_weights(source, target)
-        handed.append([p.detach().clone() for p in source.parameters()])
-        for p, older in zip(target.parameters(), handed[-2:][0]):
+    def hand_over(actor, sampler):
+        handed.append([p.detach().clone() for p in actor.parameters()])
+        for p, older in zip(sampler.parameters(), handed[-2]):
             p.data.copy_(older)
+        before, after = (torch.cat([x.flatten() for x in weights]) for weights in handed[-2:])
+        return float((after - before).norm() / after.norm())
 
     def weighed(*args):
         e = make_experience(*args)
@@ -72,7 +70,7 @@ def sample_late(monkeypatch):
         assert len(handed) != 2 or weights.max() > 2  # the weights matter, and so does their limit
         return dataclasses.replace(e, advantages=e.advantages * weights.clamp(max=2))
 
-    for name, changed in dict(copy_model=make, copy_weights=copy, make_experience=weighed).items():
+    for name, changed in dict(copy_model=make, hand_over=hand_over, make_experience=weighed).items():
         monkeypatch.setattr(ppo_llm, name, changed)
 
 
@@ -119,6 +117,9 @@ def test_rollout_ranks_sample_one_iteration_ahead(ranks, players, patched, launc
     assert_same_metrics(lines(folder / "run"), lines(launch(ppo_llm, 1, ("late", AHEAD, None)) / "late"))
     same_run(folder / "resumed", folder / "saved", after=2)
     assert_diagnosed(folder)
+    row = {"ratio/diagnosis": None} | lines(folder / "run")[1]  # The sampler is late by design: no warning.
+    assert row["debug/sampler_trainer_logprob_diff"] > 1e-2
+    assert not [*patched("rollout_ranks").find_mistakes(row, patched("rollout_ranks").Args(**flags))]
     assert [seen["code"] for seen in saw(folder, "stopped", ranks)] == [143] * ranks
     assert [path.name for path in (folder / "stopped" / "checkpoints").iterdir()] == ["iter_000003"]
     assert placed(folder, "run", ranks)[-2:] == ["actor critic reference" if players == 1 else "sampler", "sampler"]

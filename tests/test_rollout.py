@@ -91,14 +91,15 @@ def test_tokens_and_logprobs_are_those_of_the_training_forward(ppo, tokenizer, e
         changes = dict(temperature=temperature, rollout_slots=7)
         e = ppo.Experience.from_episodes(run(ppo, actor, tokenizer, env, 20, None, iteration, **changes))
         args.temperature = temperature or 1.0
-        torch.testing.assert_close(e.sampler_logprobs, ppo.logprobs_of_all(actor, e, args), atol=1e-5, rtol=0)
+        score = lambda e=e: ppo.logprobs_of_all(actor, e, [torch.arange(20)], args)
+        torch.testing.assert_close(e.sampler_logprobs, score(), atol=1e-5, rtol=0)
         logits = actor(e.tokens)[:, :-1] / args.temperature  # of tokens[:, 1:]
         for t in range(1, e.tokens.shape[1]):
             noise = ppo.gumbel_noise(ppo.sample_keys(1, iteration, range(20)), torch.tensor(t), logits.shape[2])
             best = (logits[:, t - 1] + bool(temperature) * noise).argmax(-1)
             assert torch.equal(best[e.mask[:, t]], e.tokens[:, t][e.mask[:, t]])
         args.temperature *= 0.8  # in one place only
-        assert (e.sampler_logprobs - ppo.logprobs_of_all(actor, e, args)).abs().max() > 0.1
+        assert (e.sampler_logprobs - score()).abs().max() > 0.1
         for p in actor.parameters():  # as after an update
             p.add_(torch.randn_like(p), alpha=0.1)
 
@@ -149,7 +150,7 @@ def test_logprobs_beyond_128_positions(ppo, tokenizer, steps):
     """Attention reads the cache in blocks of 128 positions. Nothing ends a response here."""
     tokenizer.stop_ids, actor = [tokenizer.vocab_size], random_model(ppo, tokenizer)
     e = ppo.Experience.from_episodes(run(ppo, actor, tokenizer, samples=2, steps=steps, max_new_tokens=140))
-    expected = ppo.logprobs_of_all(actor, e, ppo.Args(device="cpu", compile="off"))
+    expected = ppo.logprobs_of_all(actor, e, [torch.arange(2)], ppo.Args(device="cpu", compile="off"))
     torch.testing.assert_close(e.sampler_logprobs, expected, atol=1e-4, rtol=0)
 
 

@@ -123,16 +123,16 @@ def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, c
     seen = run(**flags)
     names = [name for name, *_ in seen.steps]
     args = ppo.complete(ppo.Args(**(SMALL | flags)))
-    plan = ppo.Plan(args)
+    plan = ppo.plan_steps(args)
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    assert plan.actor_steps == samples * args.ppo_epochs / args.train_batch_size
-    assert plan.actor_steps * plan.actor_iterations == actor
+    assert plan.update_steps == samples * args.ppo_epochs / args.train_batch_size
+    assert plan.update_steps * plan.actor_iterations == actor
     assert plan.critic_steps * args.num_iterations == critic
     assert (names.count("actor"), names.count("critic")) == (actor, critic)
     assert [name for name, _ in itertools.groupby(names)][:2] == ["critic", "actor"]
     assert seen.summary["update_steps"] == sum(len(row["ratio/steps"]) for row in seen.rows) == actor
     [printed] = [text for text in seen.printed if "optimizer steps" in text]
-    assert f" samples = {plan.actor_steps} optimizer steps\n  warm-up" in printed
+    assert f" samples = {plan.update_steps} optimizer steps\n  warm-up" in printed
 
 
 def test_critic_warmup_leaves_the_actor_and_its_schedule_alone_for_exactly_k_iterations(run):
@@ -336,7 +336,7 @@ def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_referen
     with seen_by, mock.patch.object(ppo, "env_reset", reset):
         seen = record(ppo, tmp_path, **flags)
     assert trained == [len("fab") + 1] * 16 + [1.0]  # and their end
-    seeds, prompt = [call.args[1] for call in reset.call_args_list], ppo.first_training_seed(ppo.Args())
+    seeds, prompt = [call.args[1] for call in reset.call_args_list], ppo.first_training_seed(ppo.Args(), ppo.SortDigits())
     assert seeds[256:289] == [prompt, *range(prompt, prompt + 32)]  # after those of the alphabet
     assert [step[1] for step in seen.steps[:2]] == [1e-3, 5e-4]
     first = seen.weights[0]
@@ -363,16 +363,20 @@ def test_sort_digits_by_hand(ppo):
 
 
 def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path):
-    """Every row is asked once in an epoch, in both formats. The function gets prompt, response and the row."""
+    """Every row is asked once in a pass, in both formats. The function gets prompt, response and the row."""
     rows = [{"prompt": "0?", "demonstration": "zero"}, *({"prompt": f"{i}?"} for i in range(1, 12))]
     rows += [{"messages": [{"role": "user", "content": f"{i}?"}]} for i in range(12, 24)]
     path, calls = tmp_path / "rows.jsonl", []
     path.write_text("\n".join(json.dumps(row | {"key": i}) for i, row in enumerate(rows)))
     env = ppo.Prompts(str(path))
     env.reward = lambda prompt, response, row: calls.append((prompt, response, row)) or (0.5, False)
+    order = random.Random(0).sample(range(24), 24)  # the order of the file does not matter
+    passes = [[env.row_index(24 * n + i) for i in range(24)] for n in (0, 1, 10**6, 10**6 + 1)]
+    assert passes[0] == passes[1] == list(range(24)) and passes[2] != passes[3]  # training shuffles every pass anew
+    assert passes[0] == sorted(passes[2]) == sorted(passes[3]) != passes[2]
     for seed in (*range(24), 24 * 10**6 + 1):
         prompt, info = env.reset(seed=seed)
-        i = random.Random(0).sample(range(24), 24)[seed % 24]  # the order of the file does not matter
+        i = order[env.row_index(seed)]
         assert prompt == rows[i].get("prompt", rows[i].get("messages")) and info.get("demonstration") == rows[i].get("demonstration")  # noqa: E501
         assert env.step("answer") == ("", 0.5, True, False, {"success": False})
         assert calls[-1] == (prompt, "answer", rows[i] | {"prompt": prompt, "key": i})

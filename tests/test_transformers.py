@@ -20,6 +20,7 @@ FAMILIES = {
     "llama, one key head": (transformers.LlamaConfig, dict(num_key_value_heads=1)),
     "qwen2, tied": (transformers.Qwen2Config, dict(num_key_value_heads=2, tie_word_embeddings=True)),
     "qwen3, several files": (transformers.Qwen3Config, dict(num_key_value_heads=2, head_dim=24)),
+    "mistral": (transformers.MistralConfig, dict(num_key_value_heads=2, sliding_window=None)),
     "qwen3, tied, bfloat16": (transformers.Qwen3Config, dict(num_key_value_heads=4, tie_word_embeddings=True)),
 }
 VOCABULARY = 330  # more than the tokenizer has: real checkpoints have padding rows

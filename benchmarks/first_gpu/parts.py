@@ -73,10 +73,12 @@ def check(what: str, ok: bool, **values) -> bool:
 def script():
     """The chosen script, with device, attention kernels and process group as its runs have them."""
     ppo = importlib.import_module(OPTIONS.get("script", "ppo_llm"))
-    if not ppo.HAS_VARLEN:  # torch 2.11, which lacks enable_gqa
-        plain = varlen.varlen_attn
+    if not ppo.HAS_VARLEN:  # torch 2.11, which lacks enable_gqa and seqused_k
+        plain, flash = varlen.varlen_attn, torch.ops.aten._flash_attention_forward
 
-        def grouped(q, k, v, *starts, enable_gqa, **more):
+        def grouped(q, k, v, *starts, enable_gqa=False, seqused_k=None, **more):
+            if seqused_k is not None:
+                return flash(q, k, v, *starts, 0.0, False, False, seqused_k=seqused_k)[0]
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             return plain(q, k, v, *starts, **more)
 
@@ -229,21 +231,19 @@ def head():
 
 @torch.no_grad()
 def sampling():
-    """Sampling as in decode_step, and without noise."""
+    """Sampling as in sample_token, and without noise."""
     ppo = script()
 
     def sample(logits, keys, index):
-        logits = logits.float()
         token = (logits + ppo.gumbel_noise(keys, index, VOCAB)).argmax(-1, keepdim=True)
         return token, logits.gather(1, token) - logits.logsumexp(-1, keepdim=True)
 
     def greedy(logits, keys, index):
-        logits = logits.float()
         token = logits.argmax(-1, keepdim=True)
         return token, logits.gather(1, token) - logits.logsumexp(-1, keepdim=True)
 
     for rows in ROWS:
-        logits, index = rand(rows, VOCAB), torch.arange(rows, device=DEVICE)
+        logits, index = rand(rows, VOCAB).float(), torch.arange(rows, device=DEVICE)
         keys = index.int()
         for function in sample, greedy:
             run = ppo.maybe_compiled(function, COMPILED)
@@ -265,7 +265,7 @@ def gemm():
 
 @torch.no_grad()
 def decode_attention():
-    """Attention of a decode step by a mask, as in the script, and by flash attention with each row's own length."""
+    """Attention of a decode step by a mask, as in float32, and by flash attention with each row's own length."""
     G, attend = H // HKV, CONTEXT + 128
     size = attend + 16
     for rows in ROWS:
@@ -356,7 +356,7 @@ def fp32():
         report(what=f"largest relative difference in iteration {i}", **largest_difference([ours[i]], [cpu[i]]))
     differences = [abs(row["objective/reward"] - other["objective/reward"]) for row, other in zip(ours, cpu)]
     check("reward of iteration 0 within 0.004 of the CPU's, that is a few samples", differences[0] < 0.004)
-    check("first ratio within 1e-4 of 1", ours[0]["ratio/first_dev"] < 1e-4)
+    check("first ratio within 1e-6 of 1", ours[0]["ratio/first_dev"] < 1e-6)
     check("sampler and trainer within 1e-4", ours[0]["debug/sampler_trainer_logprob_diff"] < 1e-4)
     check("16 greedy answers are those of the CPU", answers[DEVICE] == answers["cpu"])
 
@@ -410,7 +410,7 @@ def attention():
         if GPU and dtype == "bfloat16":
             both = all(name in names["training"] for name in ("flash_fwd", "flash_bwd"))
             check("training uses flash attention", both)
-            check("decode steps use memory-efficient attention", "fmha" in names["decode"])
+            check("decode steps use flash attention", "flash_fwd" in names["decode"])
 
 
 def two_ranks():
@@ -528,8 +528,8 @@ def some_samples(tokens: int):
     mask = (place >= prompt) & (place < lengths[:, None])
     torch.manual_seed(0)
     ids, zeros = torch.randint(3, VOCAB, mask.shape), torch.zeros(mask.shape)
-    return ppo.Experience(
-        tokens=ids, mask=mask, sampler_logprobs=zeros, rewards=zeros, lengths=lengths), int(lengths.sum()), int(mask.sum())
+    samples = ppo.Experience(tokens=ids, mask=mask, sampler_logprobs=zeros, rewards=zeros, lengths=lengths)
+    return samples, int(lengths.sum()), int(mask.sum())
 
 
 def step_flops(config, tokens: int, sampled: int) -> tuple[float, float]:
