@@ -1117,7 +1117,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.H, self.Hkv = config.num_attention_heads, config.num_key_value_heads
         self.D, hidden = config.head_dim, config.hidden_size
-        o_bias = getattr(config, "attention_bias", False)
+        o_bias = config.model_type in ("llama", "qwen3") and config.attention_bias
         qkv_bias = o_bias or config.model_type == "qwen2"
         self.q_proj = nn.Linear(hidden, self.H * self.D, bias=qkv_bias)
         self.k_proj = nn.Linear(hidden, self.Hkv * self.D, bias=qkv_bias)
@@ -1146,7 +1146,7 @@ class MLP(nn.Module):
     def __init__(self, config: PretrainedConfig):
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        bias = getattr(config, "mlp_bias", False)
+        bias = config.model_type == "llama" and config.mlp_bias
         self.gate_proj = nn.Linear(hidden, inner, bias=bias)
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
@@ -1497,9 +1497,11 @@ class HFTokenizer:
     def __init__(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None):
         self.folder = Path(folder)
         self.template_kwargs = "{}"  # as JSON
-        check_files(self.folder)
         with attempt(f"load tokenizer.json and tokenizer_config.json of {folder}"):
             self.hf = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder)
+            self.tokenizer = self.hf.backend_tokenizer  # This is much faster than self.hf.
+            self.tokenizer.no_padding()
+            self.tokenizer.no_truncation()
             stop_ids = {self.hf.eos_token_id}
             for name in ("config.json", "generation_config.json"):
                 if (self.folder / name).is_file():
@@ -1508,9 +1510,6 @@ class HFTokenizer:
             stop_ids.add(self.end_of_turn())
             # A negative id means that there is none.
             self.stop_ids = sorted(i for i in stop_ids - {None} if i >= 0)
-        self.tokenizer = self.hf.backend_tokenizer  # This is much faster than self.hf.
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
         if not self.stop_ids:
             raise UserError(f"{folder}: no eos token in any of its config files")
         self.eos_id = self.stop_ids[0] if self.hf.eos_token_id is None else self.hf.eos_token_id
@@ -1535,8 +1534,9 @@ class HFTokenizer:
         with contextlib.suppress(UserError):  # The template may need other messages.
             turns = [*as_messages("-"), {"role": "assistant", "content": "<<turn>>"}]
             tail = self.render(turns, generation_prompt=False).rpartition("<<turn>>")[2]
-            for i in self.hf.backend_tokenizer.encode(tail, add_special_tokens=False).ids[:1]:
-                return i if i in self.hf.added_tokens_decoder else None
+            for i in self.encode(tail)[:1]:
+                added = self.hf.added_tokens_decoder.get(i)
+                return i if added and added.special else None
         return None
 
     def render(self, messages: list[dict], generation_prompt: bool = True) -> str:
@@ -1559,14 +1559,13 @@ class HFTokenizer:
         """The ids of `text` where it follows `context`.
 
         Alone it may have other ids, since some tokenizers put a space before a text. If a token
-        spans both, the ids are those of `text` alone.
+        spans both, the ids are those of `text` on a line of its own.
         """
-        before, whole, alone = (
-            self.tokenizer.encode(x, add_special_tokens=add_special_tokens).ids
-            for x in (context, context + text, text)
-        )
-        n = len(before) if context else 0
-        return whole[n:] if whole[:n] == before[:n] else alone
+        encode = functools.partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        before, whole = encode(context).ids if context else [], encode(context + text).ids
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+        return self.encode(text, context="\n" if context != "\n" else "")
 
     def encode_prompt(self, prompt: str | list[dict]) -> list[int]:
         """The ids of a prompt, with BOS if the template or else the tokenizer adds it."""
@@ -1605,7 +1604,7 @@ class HFTokenizer:
 
 
 def check_files(folder: Path):
-    """Raise UserError for what stands in place of the files of a model."""
+    """Raise UserError for what may stand in place of the files of a model."""
     for path in [*folder.glob("*.json"), *folder.glob("*.safetensors")]:
         with open(path, "rb") as file:
             start = file.read(40)
@@ -1640,6 +1639,8 @@ def locate_model(name: str) -> str:
 
 
 def load_config(folder: str) -> PretrainedConfig:
+    with attempt(f"read the files of {folder}"):
+        check_files(Path(folder))
     with attempt(f"use {folder}/config.json"):
         return check_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
@@ -1759,10 +1760,12 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
             tokenizer.hf.save_pretrained(partial)
             safetensors.torch.save_file(weights, partial / "model.safetensors", {"format": "pt"})
             write_json(partial / "config.json", content)
-            # Transformers 4 reads the first of these names, and cannot read a list of the second.
             file = partial / "tokenizer_config.json"
-            names = {"additional_special_tokens": tokenizer.hf.extra_special_tokens}
-            write_json(file, read_json(file) | names | {"extra_special_tokens": {}})
+            content = read_json(file)
+            # Transformers 4 knows these names alone.
+            content["additional_special_tokens"] = content.pop("extra_special_tokens", [])
+            content["tokenizer_class"] = "PreTrainedTokenizerFast"
+            write_json(file, content)
             if path.exists():  # An earlier export stays until this one is complete.
                 shutil.rmtree(earlier, ignore_errors=True)
                 path.rename(earlier)
@@ -1946,14 +1949,17 @@ gym.register("GSM8K-v0", entry_point=GSM8K)
 ENV_TIMEOUT = 600  # seconds that the environments may take for a turn
 
 
-@functools.cache
-def env_threads(count: int) -> ThreadPool:
-    """A thread for each environment. Most of them wait, for example for a judge."""
-    count = max(1, min(count, 256))
+def start_threads(count: int) -> ThreadPool:
     with attempt(f"start {count} threads for environments: see ulimit -u, or --rollout-slots"):
         threads = ThreadPool(count, set_up_thread, (False,))
     atexit.register(threads.terminate)  # A thread that hangs does not keep the process alive.
     return threads
+
+
+@functools.cache
+def env_threads(count: int) -> ThreadPool:
+    """A thread for each environment. Most of them wait, for example for a judge."""
+    return start_threads(min(count, 256))
 
 
 def set_up_thread(gradients: bool):
@@ -2078,12 +2084,10 @@ def make_envs(args, evaluation: bool = False) -> Iterator[list[gym.Env]]:
 
 def close_envs(envs: list[gym.Env]):
     """Close all environments, side by side. Then raise the first error."""
-    calls = [env_threads(len(envs)).apply_async(env.close) for env in envs]
-    with attempt("close the environments", CodeError):
-        for call in calls:
-            call.wait(ENV_TIMEOUT)
-        for call in calls:
-            call.get(0)
+    if envs:
+        threads = start_threads(min(len(envs), 256))  # Those of the turns may hang.
+        with attempt("close the environments", CodeError):
+            threads.map_async(lambda env: env.close(), envs, chunksize=1).get(ENV_TIMEOUT)
 
 
 def check_prompts(envs: list[gym.Env], tokenizer: HFTokenizer, args):
@@ -2410,9 +2414,8 @@ def complete(args: Args) -> Args:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.compile == "auto":
         args.compile = "on" if args.device == "cuda" else "off"
-    args.log_dir = os.path.abspath(
-        os.path.expanduser(args.log_dir)
-    )  # User code may change the working directory.
+    # User code may change the working directory.
+    args.log_dir = os.path.abspath(os.path.expanduser(args.log_dir))
     check_flags(args)
     connect(args)
     is_old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)
@@ -2463,8 +2466,8 @@ def check_flags(args):
         raise UserError("--critic-epochs 0: without --critic-model or --critic-warmup-iterations")
     if args.critic_epochs == 0 and args.gae_lambda < 1:
         raise UserError(
-            f"--gae-lambda {args.gae_lambda} with --critic-epochs 0: without values it would discount "
-            "the rewards: use 1, or --gamma"
+            f"--gae-lambda {args.gae_lambda} with --critic-epochs 0: without values it would "
+            "discount the rewards: use 1, or --gamma"
         )
     if args.resume == "auto" and not args.run_name:
         raise UserError("--resume auto: needs --run-name")
@@ -2700,11 +2703,12 @@ def build_actor(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     if args.model:
         tokenizer, actor = load_model(args.model, "lm", args)
         tokenizer.template_kwargs = args.chat_template_kwargs
-        if not tokenizer.hf.chat_template and json.loads(args.chat_template_kwargs):
-            raise UserError(f"--chat-template-kwargs: {args.model} has no chat template")
-        return tokenizer, actor
-    tokenizer, embedded = embedded_model(args, env)
-    return tokenizer, copy_model(embedded, args)
+    else:
+        tokenizer, embedded = embedded_model(args, env)
+        actor = copy_model(embedded, args)
+    if args.chat_template_kwargs != "{}" and not tokenizer.hf.chat_template:
+        raise UserError("--chat-template-kwargs: the actor has no chat template")
+    return tokenizer, actor
 
 
 def build_critic(actor: Transformer, tokenizer: HFTokenizer, args) -> Transformer:
@@ -3112,7 +3116,7 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 def find_checkpoint(args) -> Path | None:
     """The checkpoint to resume; None for a new run. Rank 0 chooses it for all ranks."""
     if args.resume != "auto":
-        return Path(args.resume) if args.resume else None
+        return Path(args.resume).expanduser() if args.resume else None
     chosen = [newest_checkpoint(Path(args.log_dir, args.run_name)) if RANK == 0 else None]
     dist.broadcast_object_list(chosen)
     return chosen[0]
