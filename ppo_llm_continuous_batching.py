@@ -3059,8 +3059,9 @@ def files_of_all_ranks(folder: Path) -> list[str]:
     The listing of a network disk may lag behind, so there are several attempts.
     """
     for _ in range(30):
+        seen = sorted(file.name for file in folder.glob("*.safetensors"))
         of_ranks = [None] * WORLD_SIZE
-        dist.all_gather_object(of_ranks, sorted(file.name for file in folder.glob("*.safetensors")))
+        dist.all_gather_object(of_ranks, seen)
         if all(files == of_ranks[0] for files in of_ranks):
             return of_ranks[0]
         time.sleep(1)

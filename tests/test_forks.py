@@ -189,7 +189,8 @@ def test_group_normalised(patch, tmp_path):
 
 def test_group_normalised_learns_nothing_from_equal_rewards(tmp_path):
     """The mean of eight times 0.6 differs from 0.6 by rounding, that of eight ones does not differ from 1."""
-    kwargs = json.dumps(dict(reward=0.6, first=ppo_llm.first_training_seed(ppo_llm.Args(), ppo_llm.SortDigits()) + 4))  # the first four get 1
+    first = ppo_llm.first_training_seed(ppo_llm.Args(), ppo_llm.SortDigits())
+    kwargs = json.dumps(dict(reward=0.6, first=first + 4))  # the first four get 1
     flags = dict(env_id="environments:Constant-v0", env_kwargs=kwargs, kl_coef=0.0)
     ppo, _, _ = run("group_normalised", tmp_path, n_samples_per_prompt=8, **flags)
     assert not any(e.advantages.any() for e in experiences(ppo))

@@ -287,7 +287,8 @@ def test_a_file_with_the_name_of_a_checkpoint_is_passed_over(ppo, tmp_path):
 def test_a_folder_whose_state_is_unknown_is_not_one_without_checkpoints(ppo, tmp_path):
     """As on a disk of the network that answers only the second time."""
     complete_checkpoint(tmp_path / "run", 1)
-    with mock.patch.object(os, "listdir", raises(OSError(errno.EIO, "Input/output error"))), pytest.raises(ppo.UserError):
+    listdir = mock.patch.object(os, "listdir", raises(OSError(errno.EIO, "Input/output error")))
+    with listdir, pytest.raises(ppo.UserError):
         ppo.find_checkpoint(auto(ppo, tmp_path))
 
 
