@@ -1995,6 +1995,9 @@ def env_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
 def env_step(env: gym.Env, response: str) -> tuple[list[dict], float | None, str, dict]:
     """Step an environment. Returns messages, reward, "terminated", "truncated" or "", and info."""
     text, reward, terminated, truncated, info = env.step(response)
+    flags = terminated, truncated, info.get("success", False)
+    if not all(flag in (True, False) for flag in flags):
+        raise ValueError(f"terminated, truncated and success must be bools: {flags!r:.200}")
     end = "terminated" if terminated else "truncated" if truncated else ""
     return [] if end else as_messages(text), reward, end, info
 
@@ -3133,8 +3136,10 @@ def load_checkpoint(path: Path, checkpointed: dict, args) -> TrainState:
             before = content["args"].get(name)
             if value != before and name not in ("resume", "run_name", "log_dir"):
                 print0(f"  --{name.replace('_', '-')} {value}, in the checkpoint {before}")
-        reader = dcp.HuggingFaceStorageReader(path)
-        dcp.load(checkpoint_tensors(checkpointed), storage_reader=reader)
+        reader, tensors = dcp.HuggingFaceStorageReader(path), checkpoint_tensors(checkpointed)
+        dcp.load(tensors, storage_reader=reader)
+        if unused := sorted(reader.read_metadata().state_dict_metadata.keys() - tensors.keys()):
+            print0(f"  {len(unused)} of its tensors are not used, for example {unused[0]}")
         state = TrainState(**content["state"])
     print0(f"resuming from {path}, after {state.iteration} iterations")
     return state
