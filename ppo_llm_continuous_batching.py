@@ -1534,7 +1534,7 @@ class HFTokenizer:
         with contextlib.suppress(UserError):  # The template may need other messages.
             turns = [*as_messages("-"), {"role": "assistant", "content": "<<turn>>"}]
             tail = self.render(turns, generation_prompt=False).rpartition("<<turn>>")[2]
-            for i in self.encode(tail)[:1]:
+            for i in self.encode(tail.lstrip())[:1]:
                 added = self.hf.added_tokens_decoder.get(i)
                 return i if added and added.special else None
         return None
@@ -2418,7 +2418,7 @@ def complete(args: Args) -> Args:
     if args.compile == "auto":
         args.compile = "on" if args.device == "cuda" else "off"
     # User code may change the working directory.
-    args.log_dir = os.path.abspath(os.path.expanduser(args.log_dir))
+    args.log_dir = args.log_dir and os.path.abspath(os.path.expanduser(args.log_dir))
     check_flags(args)
     connect(args)
     is_old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)
