@@ -46,7 +46,9 @@ def imported_again(ppo):
         yield module
 
 
-@pytest.mark.parametrize(("handler", "status"), [(signal.SIG_DFL, "interrupted"), (signal.SIG_IGN, "completed")])
+@pytest.mark.parametrize(("handler", "status"), [
+    (lambda *_: None, "interrupted"), (signal.SIG_IGN, "completed"),
+], ids=["terminal", "nohup"])  # fmt: skip
 def test_a_lost_terminal_ends_the_run_after_the_iteration_unless_nohup_says_otherwise(ppo, tmp_path, handler, status):
     before = signal.signal(signal.SIGHUP, handler)
     try:
