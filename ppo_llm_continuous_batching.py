@@ -1533,10 +1533,10 @@ class HFTokenizer:
         """
         with contextlib.suppress(UserError):  # The template may need other messages.
             turns = [*as_messages("-"), {"role": "assistant", "content": "<<turn>>"}]
-            tail = self.render(turns, generation_prompt=False).rpartition("<<turn>>")[2]
-            for i in self.encode(tail.lstrip())[:1]:
-                added = self.hf.added_tokens_decoder.get(i)
-                return i if added and added.special else None
+            _, found, tail = self.render(turns, generation_prompt=False).rpartition("<<turn>>")
+            ids = self.encode(tail.lstrip()) if found else []
+            added = self.hf.added_tokens_decoder.get(ids[0]) if ids else None
+            return ids[0] if added and added.special else None
         return None
 
     def render(self, messages: list[dict], generation_prompt: bool = True) -> str:
@@ -1603,15 +1603,14 @@ class HFTokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def check_files(folder: Path):
-    """Raise UserError for what may stand in place of the files of a model."""
-    for path in [*folder.glob("*.json"), *folder.glob("*.safetensors")]:
-        with open(path, "rb") as file:
-            start = file.read(40)
-        if start.startswith(b"version https://git-lfs"):
-            raise UserError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull`")
-        if not start.strip():
-            raise UserError(f"{path} is empty: download it again, or remove it")
+def check_file(path: Path):
+    """Raise UserError for what may stand in place of a file of a model."""
+    with open(path, "rb") as file:
+        start = file.read(40)
+    if start.startswith(b"version https://git-lfs"):
+        raise UserError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull`")
+    if not start.strip():
+        raise UserError(f"{path} is empty: download it again, or remove it")
 
 
 HUB_FILES = [
@@ -1639,9 +1638,9 @@ def locate_model(name: str) -> str:
 
 
 def load_config(folder: str) -> PretrainedConfig:
-    with attempt(f"read the files of {folder}"):
-        check_files(Path(folder))
     with attempt(f"use {folder}/config.json"):
+        for path in Path(folder).glob("*.json"):
+            check_file(path)
         return check_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
 
@@ -1672,6 +1671,7 @@ def load_weights(model: Transformer, folder: str, needs_head: bool = True):
     task = f"load the safetensors in {folder}"
     with attempt(task), tempfile.TemporaryDirectory() as links:
         for path in weight_files(Path(folder)):
+            check_file(path)
             Path(links, path.name).symlink_to(path.absolute())
         reader = dcp.HuggingFaceStorageReader(links)
         files = reader.read_metadata().state_dict_metadata

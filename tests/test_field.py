@@ -345,7 +345,7 @@ TURNS_END_WITH_EOT = turns_end_with("'<|eot|>' + '\n'")
     (TURNS_END_WITH_EOT, [2, 3]), (turns_end_with("'<|im_end|>'"), [2]),
     (turns_end_with("''"), [2]), (turns_end_with("'\n'"), [2]), (turns_end_with("' <|eot|>'"), [2, 3]),
     (turns_end_with("'</turn>'"), [2]),  # a token, but not a special one
-    ("{{ raise_exception('no') }}", [2]), (None, [2]),
+    ("<|eot|>{{ messages[0].content }}", [2]), ("{{ raise_exception('no') }}", [2]), (None, [2]),
 ])  # fmt: skip
 def test_the_special_token_that_ends_a_turn_is_a_stop_token_here_and_in_exports(ppo, tmp_path, template, stop_ids):
     """As where a base model has the template of a chat model."""
@@ -428,7 +428,9 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988
 ])  # fmt: skip
 def test_what_stands_in_place_of_a_file_is_named_with_what_to_do(ppo, tmp_path, name, content, error):
     folder = hf_folder(tmp_path / "model")
+    (folder / "consolidated.safetensors").write_text(POINTER)  # Nothing reads it.
     if content is None:
+        (folder / "consolidated.safetensors").unlink()
         (folder / name).rename(folder / "pytorch_model.bin")
     else:
         (folder / name).write_text(content)
