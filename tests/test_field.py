@@ -211,12 +211,13 @@ def test_there_are_as_many_threads_as_environments_up_to_256(ppo, count, threads
     assert pool.call_args.args[0] == threads
 
 
-def test_a_limit_of_threads_is_an_error_that_says_what_to_do(ppo, tmp_path):
-    limit = mock.patch.object(ppo, "ThreadPool", side_effect=RuntimeError("can't start new thread"))
-    ppo.env_threads.cache_clear()
-    error = "cannot start 8 threads for environments: see ulimit -u, or --rollout-slots: RuntimeError: can't start"
-    with limit:
-        refuse(ppo, tmp_path, error, begun=True)
+def test_a_limit_of_threads_is_an_error_that_says_what_to_do(ppo):
+    """ThreadPool hides the RuntimeError of the fourth thread."""
+    starts = [mock.DEFAULT] * 3 + [RuntimeError("can't start new thread")] * 99
+    limit = mock.patch.object(threading.Thread, "start", side_effect=starts)
+    error = "cannot start 8 threads for environments: see ulimit -u, or --rollout-slots: "
+    with limit, pytest.raises(ppo.UserError, match=error):
+        ppo.env_threads.__wrapped__(8)
 
 
 def test_the_making_of_environments_shows_its_progress(ppo):
