@@ -56,6 +56,7 @@ import bisect
 import contextlib
 import copy
 import dataclasses
+import fcntl
 import functools
 import json
 import math
@@ -66,6 +67,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -854,7 +856,7 @@ def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> lis
     B = len(envs)  # one environment for each row
     for start in range(0, len(episodes), B):
         wave = episodes[start : start + B]
-        in_threads(Episode.begin, [(e, env, tokenizer, args) for e, env in zip(wave, envs)])
+        in_threads(Episode.begin, [(e, env, tokenizer, args) for e, env in zip(wave, envs)], envs)
         cached = 0
         while any(not episode.stop for episode in wave):  # one turn of each unfinished episode
             turns = [
@@ -865,7 +867,7 @@ def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> lis
             generate_turn(decoder, wave, cached, args)
             # The cache now has all tokens but the newest. What end_turn adds is not in it.
             cached = min(len(episode.ids) for episode, *_ in turns) - 1
-            in_threads(Episode.end_turn, turns)
+            in_threads(Episode.end_turn, turns, envs)
     return episodes
 
 
@@ -1047,11 +1049,12 @@ class Attention(nn.Module):
         self.layer = layer
         self.H, self.Hkv = config.num_attention_heads, config.num_key_value_heads
         self.D, hidden = config.head_dim, config.hidden_size
-        qkv_bias = config.model_type == "qwen2"
+        o_bias = config.model_type in ("llama", "qwen3") and config.attention_bias
+        qkv_bias = o_bias or config.model_type == "qwen2"
         self.q_proj = nn.Linear(hidden, self.H * self.D, bias=qkv_bias)
         self.k_proj = nn.Linear(hidden, self.Hkv * self.D, bias=qkv_bias)
         self.v_proj = nn.Linear(hidden, self.Hkv * self.D, bias=qkv_bias)
-        self.o_proj = nn.Linear(self.H * self.D, hidden, bias=False)
+        self.o_proj = nn.Linear(self.H * self.D, hidden, bias=o_bias)
         norm = nn.RMSNorm if config.model_type == "qwen3" else nn.Identity
         self.q_norm = norm(self.D, config.rms_norm_eps)
         self.k_norm = norm(self.D, config.rms_norm_eps)
@@ -1075,9 +1078,10 @@ class MLP(nn.Module):
     def __init__(self, config: PretrainedConfig):
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
+        bias = config.model_type == "llama" and config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -1424,24 +1428,25 @@ class HFTokenizer:
 
     def __init__(self, folder: str | Path, tokenizer: PreTrainedTokenizerFast | None = None):
         self.folder = Path(folder)
+        self.template_kwargs = "{}"  # as JSON
         with attempt(f"load tokenizer.json and tokenizer_config.json of {folder}"):
             self.hf = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder)
+            self.tokenizer = self.hf.backend_tokenizer  # This is much faster than self.hf.
+            self.tokenizer.no_padding()
+            self.tokenizer.no_truncation()
             stop_ids = {self.hf.eos_token_id}
             for name in ("config.json", "generation_config.json"):
                 if (self.folder / name).is_file():
                     ids = read_json(self.folder / name).get("eos_token_id")
                     stop_ids.update(ids if isinstance(ids, list) else [ids])
+            stop_ids.add(self.end_of_turn())
             # A negative id means that there is none.
             self.stop_ids = sorted(i for i in stop_ids - {None} if i >= 0)
-        self.tokenizer = self.hf.backend_tokenizer  # This is much faster than self.hf.
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
         if not self.stop_ids:
             raise UserError(f"{folder}: no eos token in any of its config files")
         self.eos_id = self.stop_ids[0] if self.hf.eos_token_id is None else self.hf.eos_token_id
         self.pad_id = self.eos_id if self.hf.pad_token_id is None else self.hf.pad_token_id
         self.vocab_size = max(*self.hf.get_vocab().values(), *self.stop_ids) + 1
-        self.template_kwargs = "{}"  # as JSON
 
     @classmethod
     def from_texts(cls, texts: list[str]) -> HFTokenizer:
@@ -1452,6 +1457,19 @@ class HFTokenizer:
         tokenizer = tokenizers.Tokenizer(bpe)
         tokenizer.decoder = tokenizers.decoders.Fuse()
         return cls("embedded", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
+
+    def end_of_turn(self) -> int | None:
+        """The id of the special token that ends an assistant's turn in the chat template, if any.
+
+        Base models may have a template that ends a turn by another token than their eos token.
+        """
+        with contextlib.suppress(UserError):  # The template may need other messages.
+            turns = [*as_messages("-"), {"role": "assistant", "content": "<<turn>>"}]
+            _, found, tail = self.render(turns, generation_prompt=False).rpartition("<<turn>>")
+            ids = self.encode(tail.lstrip()) if found else []
+            added = self.hf.added_tokens_decoder.get(ids[0]) if ids else None
+            return ids[0] if added and added.special else None
+        return None
 
     def render(self, messages: list[dict], generation_prompt: bool = True) -> str:
         """The messages in the chat template, or as plain text if there is none.
@@ -1473,14 +1491,13 @@ class HFTokenizer:
         """The ids of `text` where it follows `context`.
 
         Alone it may have other ids, since some tokenizers put a space before a text. If a token
-        spans both, the ids are those of `text` alone.
+        spans both, the ids are those of `text` on a line of its own.
         """
-        start, whole = len(context), context + text
-        encoding = self.tokenizer.encode(whole, add_special_tokens=add_special_tokens)
-        tokens = list(zip(encoding.ids, encoding.offsets))
-        if any(a < start < b and i not in self.stop_ids for i, (a, b) in tokens):
-            return self.encode(text)
-        return [i for i, (a, _) in tokens if a >= start]
+        encode = functools.partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        before, whole = encode(context).ids if context else [], encode(context + text).ids
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+        return self.encode(text, context="\n" if context != "\n" else "")
 
     def encode_prompt(self, prompt: str | list[dict]) -> list[int]:
         """The ids of a prompt, with BOS if the template or else the tokenizer adds it."""
@@ -1518,6 +1535,16 @@ class HFTokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def check_file(path: Path):
+    """Raise UserError for what may stand in place of a file of a model."""
+    with open(path, "rb") as file:
+        start = file.read(40)
+    if start.startswith(b"version https://git-lfs"):
+        raise UserError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull`")
+    if not start.strip():
+        raise UserError(f"{path} is empty: download it again, or remove it")
+
+
 HUB_FILES = [
     "*config.json",
     "tokenizer*",
@@ -1532,6 +1559,7 @@ def locate_model(name: str) -> str:
 
     Locks of the Hub's cache make one process of a node download, and the others wait.
     """
+    name = os.path.expanduser(name)
     if not Path(name).is_dir():
         repository, _, revision = name.partition("@")
         with attempt(f"find a folder {name}, or this repository on the Hub"):
@@ -1543,6 +1571,8 @@ def locate_model(name: str) -> str:
 
 def load_config(folder: str) -> PretrainedConfig:
     with attempt(f"use {folder}/config.json"):
+        for path in Path(folder).glob("*.json"):
+            check_file(path)
         return check_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
 
@@ -1567,12 +1597,15 @@ def load_weights(model: Transformer, folder: str, needs_head: bool = True):
     """Fill `model`, which may be sharded, from the safetensors in `folder`.
 
     The files may have another head in addition to the model's; with needs_head=False they may lack
-    the model's, which then keeps its weights. A head that the configuration ties to the embedding
-    is not read. All ranks must call it: each reads its shards.
+    the model's, which then keeps its weights. All ranks must call it: each reads its shards.
     """
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    with attempt(f"load the safetensors in {folder}"):
-        reader = dcp.HuggingFaceStorageReader(folder)
+    task = f"load the safetensors in {folder}"
+    with attempt(task), tempfile.TemporaryDirectory() as links:
+        for path in weight_files(Path(folder)):
+            check_file(path)
+            Path(links, path.name).symlink_to(path.absolute())
+        reader = dcp.HuggingFaceStorageReader(links)
         files = reader.read_metadata().state_dict_metadata
         for name, content in files.items():
             if name not in weights and name not in HEADS and "rotary_emb" not in name:
@@ -1581,7 +1614,34 @@ def load_weights(model: Transformer, folder: str, needs_head: bool = True):
                 raise ValueError(f"{name} is in more than one file")
         if not needs_head:
             weights = {name: p for name, p in weights.items() if name in files or name not in HEADS}
+        if missing := [name for name in weights if name not in files]:
+            raise ValueError(f"the files lack {', '.join(missing[:3])}")
+        embedding = weights["model.embed_tokens.weight"]
+        if model.tied and "lm_head.weight" in files:
+            weights["lm_head.weight"] = torch.empty_like(embedding)
         dcp.load(weights, storage_reader=reader)
+        if model.tied and "lm_head.weight" in files:
+            if not torch.equal(full_tensor(weights["lm_head.weight"]), full_tensor(embedding)):
+                raise ValueError(
+                    "lm_head.weight differs from the embedding, to which config.json ties it: set "
+                    "tie_word_embeddings to false there"
+                )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors that make up a model. As in transformers, other files are ignored."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if index.is_file():
+        return [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            "there are none. If the weights are in *.bin files, load them with "
+            "AutoModelForCausalLM.from_pretrained and save them with save_pretrained"
+        )
+    return files
 
 
 @torch.no_grad()
@@ -1632,6 +1692,12 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
             tokenizer.hf.save_pretrained(partial)
             safetensors.torch.save_file(weights, partial / "model.safetensors", {"format": "pt"})
             write_json(partial / "config.json", content)
+            file = partial / "tokenizer_config.json"
+            content = read_json(file)
+            # Transformers 4 knows these names alone.
+            content["additional_special_tokens"] = content.pop("extra_special_tokens", [])
+            content["tokenizer_class"] = "PreTrainedTokenizerFast"
+            write_json(file, content)
             if path.exists():  # An earlier export stays until this one is complete.
                 shutil.rmtree(earlier, ignore_errors=True)
                 path.rename(earlier)
@@ -1782,8 +1848,11 @@ class Prompts(gym.Env):
 def parse_number(text: str) -> float | None:
     r"""The last `#### number` or `\boxed{number}`, without dollar signs and thousands commas.
 
-    A number before a slash or a caret, as in 5/6 and 10^6, does not count.
+    The commas may be LaTeX, as in 8{,}000, 8,\!000 and 8\,000. What follows the number, like a unit
+    or a percent sign, is ignored. A number before a slash or a caret, as in 5/6 and 10^6, does not
+    count.
     """
+    text = re.sub(r"\\[!,;: ]|\\(?:text|textbf|mathrm|mathbf)\{\s*", "", text).replace("{,}", ",")
     found = re.findall(
         r"(?:####|\\boxed\{)[\s$\\]*((?:-[\s$\\]*)?[\d,]*\.?\d+)(?![\d,.]*\s*[/^])", text
     )
@@ -1812,16 +1881,23 @@ gym.register("GSM8K-v0", entry_point=GSM8K)
 ENV_TIMEOUT = 600  # seconds that the environments may take for a turn
 
 
-@functools.cache
-def env_threads() -> ThreadPool:
-    threads = ThreadPool(256, set_up_thread, (False,))  # Most wait, for example for a judge.
+def start_threads(count: int) -> ThreadPool:
+    with attempt(f"start {count} threads for environments: see ulimit -u, or --rollout-slots"):
+        threads = ThreadPool(count, set_up_thread, (False,))
     atexit.register(threads.terminate)  # A thread that hangs does not keep the process alive.
     return threads
+
+
+@functools.cache
+def env_threads(count: int) -> ThreadPool:
+    """A thread for each environment. Most of them wait, for example for a judge."""
+    return start_threads(min(count, 256))
 
 
 def set_up_thread(gradients: bool):
     """Settings that each thread has for itself, and that code of users may have changed."""
     torch.set_grad_enabled(gradients)
+    torch.set_default_dtype(torch.float32)
     if torch.cuda.is_initialized():
         torch.cuda.set_device(LOCAL_RANK)
 
@@ -1841,13 +1917,19 @@ def as_messages(text) -> list[dict]:
 def env_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
     """Reset an environment. Returns the prompt as messages, and info."""
     with attempt(f"reset the environment with seed {seed}", CodeError):
-        prompt, info = env.reset(seed=seed)
+        result = env.reset(seed=seed)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"reset must return a tuple (prompt, info), not {result!r:.80}")
+        prompt, info = result
         return as_messages(prompt), info
 
 
 def env_step(env: gym.Env, response: str) -> tuple[list[dict], float | None, str, dict]:
     """Step an environment. Returns messages, reward, "terminated", "truncated" or "", and info."""
     text, reward, terminated, truncated, info = env.step(response)
+    flags = terminated, truncated, info.get("success", False)
+    if not all(flag in (True, False) for flag in flags):
+        raise ValueError(f"terminated, truncated and success must be bools: {flags!r:.200}")
     end = "terminated" if terminated else "truncated" if truncated else ""
     return [] if end else as_messages(text), reward, end, info
 
@@ -1859,7 +1941,7 @@ def to_float(x, name: str) -> float:
     return float(x)
 
 
-def in_threads(method: Callable, turns):
+def in_threads(method: Callable, turns, envs: list[gym.Env]):
     """Call method(*turn) for each of `turns`, (episode, ...), on a thread of its own."""
 
     def call(turn):
@@ -1869,7 +1951,7 @@ def in_threads(method: Callable, turns):
         with attempt(f"play the episode with seed {seed}: {messages!r:.200}", CodeError):
             method(*turn)
 
-    calls = env_threads().imap_unordered(call, turns)
+    calls = env_threads(len(envs)).imap_unordered(call, turns)
     with attempt(f"play a turn, rewards included, in {ENV_TIMEOUT} seconds"):
         for _ in turns:
             calls.next(ENV_TIMEOUT)  # This raises the first error at once.
@@ -1924,13 +2006,23 @@ def make_envs(args, evaluation: bool = False) -> Iterator[list[gym.Env]]:
                     "Prompts-v0: nothing gives rewards. Add --reward-model, or a function of yours "
                     'to --env-kwargs, "reward": "my_module:my_function"'
                 )
-            for _ in range(count):
+            for _ in progress_bar(range(count), "environments"):
                 envs.append(gym.make(args.env_id, disable_env_checker=True, **kwargs))
         set_up_thread(gradients=True)
         yield envs
-    finally:
-        for env in envs:
-            env.close()
+    except BaseException:
+        with contextlib.suppress(UserError):  # The first error is the one to show.
+            close_envs(envs)
+        raise
+    close_envs(envs)
+
+
+def close_envs(envs: list[gym.Env]):
+    """Close all environments, side by side. Then raise the first error."""
+    if envs:
+        threads = start_threads(min(len(envs), 256))  # Those of the turns may hang.
+        with attempt("close the environments", CodeError):
+            threads.map_async(lambda env: env.close(), envs, chunksize=1).get(ENV_TIMEOUT)
 
 
 def check_prompts(envs: list[gym.Env], tokenizer: HFTokenizer, args):
@@ -2257,7 +2349,8 @@ def complete(args: Args) -> Args:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.compile == "auto":
         args.compile = "on" if args.device == "cuda" else "off"
-    args.log_dir = os.path.abspath(args.log_dir)  # User code may change the working directory.
+    # User code may change the working directory.
+    args.log_dir = args.log_dir and os.path.abspath(os.path.expanduser(args.log_dir))
     check_flags(args)
     connect(args)
     is_old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)
@@ -2287,6 +2380,10 @@ AT_MOST_ONE = "gamma", "gae_lambda", "critic_lambda", "clip_low", "lr_end"
 def check_flags(args):
     """Raise UserError, which names the flag, its value and what is valid."""
     for name, value in vars(args).items():
+        if value == "":
+            raise UserError(
+                f"--{name.replace('_', '-')} is empty: is a variable of the shell unset?"
+            )
         highest = 1 if name in AT_MOST_ONE else 2**31 - 1
         if isinstance(value, int | float) and not 0 <= value <= highest:
             raise UserError(f"--{name.replace('_', '-')} {value}: must be from 0 to {highest}")
@@ -2302,6 +2399,11 @@ def check_flags(args):
         raise UserError(f"--kl-loss {args.kl_loss}: needs a --kl-coef above 0")
     if args.critic_epochs == 0 and (args.critic_model or args.critic_warmup_iterations):
         raise UserError("--critic-epochs 0: without --critic-model or --critic-warmup-iterations")
+    if args.critic_epochs == 0 and args.gae_lambda < 1:
+        raise UserError(
+            f"--gae-lambda {args.gae_lambda} with --critic-epochs 0: without values it would "
+            "discount the rewards: use 1, or --gamma"
+        )
     if args.resume == "auto" and not args.run_name:
         raise UserError("--resume auto: needs --run-name")
     if args.run_name and args.resume != "auto":
@@ -2325,6 +2427,12 @@ def plan_steps(args) -> types.SimpleNamespace:
 def print_plan(args, plan, envs: list[gym.Env], eval_envs: list[gym.Env]):
     batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
     kl = f"KL x {args.kl_coef:g} in the {'loss' if args.kl_loss else 'reward'}"
+    models = f"actor {args.model or 'built-in, with random weights'}"
+    if args.critic_epochs:
+        models += f", critic {args.critic_model or 'a copy of the actor'}"
+    rewards = f"{args.env_id} {args.env_kwargs}"
+    if args.reward_model:
+        rewards += f" and {args.reward_model}"
     evaluation = "none"
     if eval_envs:
         evaluation = f"{args.eval_episodes} episodes, sampled and greedy, on other seeds"
@@ -2332,6 +2440,8 @@ def print_plan(args, plan, envs: list[gym.Env], eval_envs: list[gym.Env]):
         if rows[0] and rows[0] == rows[1]:
             evaluation += ", but on the prompts of training: see --eval-env-kwargs"
     print0(f"""\
+  models     {models}
+  rewards    {rewards}
   ranks      {WORLD_SIZE}, {args.device}, {args.dtype}, compile {args.compile}
   rollout    {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples
   critic     {args.critic_epochs} {batches} = {plan.critic_steps} optimizer steps
@@ -2348,6 +2458,10 @@ actor_lr {args.actor_lr:g}, critic_lr {args.critic_lr:g}""")
 def connect(args):
     """Join the other ranks, each with its device."""
     use_cuda = args.device == "cuda"
+    if len({"RANK", "WORLD_SIZE"} & os.environ.keys()) == 1:
+        raise UserError(
+            "only one of the variables RANK and WORLD_SIZE is set: use torchrun, or unset it"
+        )
     if use_cuda:
         with attempt("use --device cuda"):
             torch.cuda.set_device(LOCAL_RANK)
@@ -2524,9 +2638,12 @@ def build_actor(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     if args.model:
         tokenizer, actor = load_model(args.model, "lm", args)
         tokenizer.template_kwargs = args.chat_template_kwargs
-        return tokenizer, actor
-    tokenizer, embedded = embedded_model(args, env)
-    return tokenizer, copy_model(embedded, args)
+    else:
+        tokenizer, embedded = embedded_model(args, env)
+        actor = copy_model(embedded, args)
+    if args.chat_template_kwargs != "{}" and not tokenizer.hf.chat_template:
+        raise UserError("--chat-template-kwargs: the actor has no chat template")
+    return tokenizer, actor
 
 
 def build_critic(actor: Transformer, tokenizer: HFTokenizer, args) -> Transformer:
@@ -2658,7 +2775,9 @@ class TrainState:
     eval_before: dict | None = None
 
 
-SIGNALS = signal.SIGTERM, signal.SIGINT
+SIGNALS = [signal.SIGTERM, signal.SIGINT]
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is with nohup
+    SIGNALS.append(signal.SIGHUP)
 
 
 def heed_signals():
@@ -2669,7 +2788,7 @@ def heed_signals():
 
 
 class StopSignals:
-    """From `catch` on, SIGTERM and Ctrl-C end the run after the current iteration."""
+    """From `catch` on, SIGTERM, SIGHUP and Ctrl-C end the run after the current iteration."""
 
     def __init__(self):
         self.received = 0  # the signal that this rank has received
@@ -2678,6 +2797,8 @@ class StopSignals:
         self.restore = contextlib.ExitStack()  # At its end the earlier handlers return.
 
     def catch(self):
+        if threading.current_thread() is not threading.main_thread():
+            return  # Only the main thread can handle signals.
         for number in SIGNALS:
             self.restore.callback(signal.signal, number, signal.signal(number, self.receive))
         # A signal that comes while a process is forked waits until the child can heed it.
@@ -2739,6 +2860,7 @@ class Run:
             return
         with attempt(f"write {self.path}"):
             self.path.mkdir(parents=True, exist_ok=args.resume == "auto")
+            self.lock()
             write_json(self.path / "config.json", {"args": vars(args), "argv": sys.argv})
             for name in ("metrics", "completions"):
                 # The lines of iterations after the checkpoint will be written again.
@@ -2759,6 +2881,17 @@ class Run:
                 )
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
         atexit.register(self.close, "failed")  # `close` takes this back.
+
+    def lock(self):
+        """Refuse a folder in which another process runs. Its lock ends with the process."""
+        self.locked = open(self.path / "lock", "w")
+        try:
+            fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            message = f"another process runs in {self.path}: choose another --run-name"
+            raise UserError(message) from None
+        except OSError:
+            return  # This disk has no locks.
 
     def log(self, metrics: dict, episodes: list[Episode], experience: Experience):
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
@@ -2855,6 +2988,21 @@ def run_checkpoints(run_folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names, reverse=True)]
 
 
+def files_of_all_ranks(folder: Path) -> list[str]:
+    """The names of the safetensors that the ranks have written. Raises OSError if they differ.
+
+    The listing of a network disk may lag behind, so there are several attempts.
+    """
+    for _ in range(30):
+        seen = sorted(file.name for file in folder.glob("*.safetensors"))
+        of_ranks = [None] * WORLD_SIZE
+        dist.all_gather_object(of_ranks, seen)
+        if all(files == of_ranks[0] for files in of_ranks):
+            return of_ranks[0]
+        time.sleep(1)
+    raise OSError(f"the ranks see different files in {folder}: do all nodes share this disk?")
+
+
 KEEP_CHECKPOINTS = 2
 
 
@@ -2871,8 +3019,8 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
     with attempt(f"write {path}; earlier ones are intact"):
         writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
         dcp.save(checkpoint_tensors(checkpointed), storage_writer=writer)
+        files = files_of_all_ranks(partial)
         if RANK == 0:
-            files = [file.name for file in partial.glob("*.safetensors")]  # of each rank
             content = {"state": vars(state), "args": vars(args), "files": files}
             write_json(partial / "state.json", content)
             shutil.rmtree(path, ignore_errors=True)  # an incomplete one
@@ -2904,7 +3052,7 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 def find_checkpoint(args) -> Path | None:
     """The checkpoint to resume; None for a new run. Rank 0 chooses it for all ranks."""
     if args.resume != "auto":
-        return Path(args.resume) if args.resume else None
+        return Path(args.resume).expanduser() if args.resume else None
     chosen = [newest_checkpoint(Path(args.log_dir, args.run_name)) if RANK == 0 else None]
     dist.broadcast_object_list(chosen)
     return chosen[0]
@@ -2920,8 +3068,10 @@ def load_checkpoint(path: Path, checkpointed: dict, args) -> TrainState:
             before = content["args"].get(name)
             if value != before and name not in ("resume", "run_name", "log_dir"):
                 print0(f"  --{name.replace('_', '-')} {value}, in the checkpoint {before}")
-        reader = dcp.HuggingFaceStorageReader(path)
-        dcp.load(checkpoint_tensors(checkpointed), storage_reader=reader)
+        reader, tensors = dcp.HuggingFaceStorageReader(path), checkpoint_tensors(checkpointed)
+        dcp.load(tensors, storage_reader=reader)
+        if unused := sorted(reader.read_metadata().state_dict_metadata.keys() - tensors.keys()):
+            print0(f"  {len(unused)} of its tensors are not used, for example {unused[0]}")
         state = TrainState(**content["state"])
     print0(f"resuming from {path}, after {state.iteration} iterations")
     return state

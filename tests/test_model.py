@@ -232,7 +232,7 @@ tensor = lambda *change: lambda folder: edit(folder, *change)
 
 
 @pytest.mark.parametrize("named, damage", [
-    ("config.json", remove("config.json")), ("config.json", cut("config.json", 9)), ("Missing key", remove(WEIGHTS)),
+    ("config.json", remove("config.json")), ("config.json", cut("config.json", 9)), ("there are none", remove(WEIGHTS)),
     ("safetensors", cut(WEIGHTS, -9)), ("safetensors", cut(WEIGHTS, 0)), ("lora", tensor("lora", torch.zeros(2))),
     (NORM, tensor(NORM, torch.zeros(7))), (NORM, tensor(NORM, None)), ("lm_head", tensor("lm_head.weight", None)),
     ("tokenizer.json", remove("tokenizer.json")), ("tokenizer.json", cut("tokenizer.json", 99)),
@@ -249,9 +249,10 @@ def test_damaged_folders_are_an_error_that_names_file_or_tensor(ppo, tmp_path, n
 
 
 def test_a_folder_with_other_weights_than_the_models_is_refused(ppo, tmp_path):
-    """DCP would take one of two tensors of the same name."""
+    """Without an index all files count. DCP would take one of two tensors of the same name."""
     model = random_model(ppo)
     ppo.save_hf_checkpoint(model, ppo.HFTokenizer(write_tokenizer(tmp_path)), tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "a.safetensors")
     for name, error in (NORM, f"{NORM} is in more than one file"), ("lora_A", "the model has no lora_A"):
         safetensors.torch.save_file({name: torch.zeros(64)}, tmp_path / "z.safetensors")
         with pytest.raises(ppo.UserError, match=error):

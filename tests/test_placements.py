@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import sys
+import types
 
 import pytest
 import torch
@@ -119,16 +120,17 @@ def test_rollout_ranks_sample_one_iteration_ahead(ranks, players, patched, launc
     assert_diagnosed(folder)
     row = {"ratio/diagnosis": None} | lines(folder / "run")[1]  # The sampler is late by design: no warning.
     assert row["debug/sampler_trainer_logprob_diff"] > 1e-2
-    assert not [*patched("rollout_ranks").find_mistakes(row, patched("rollout_ranks").Args(**flags))]
+    module, experience = patched("rollout_ranks"), types.SimpleNamespace(values=torch.zeros(1))
+    assert not [*module.find_mistakes(row, experience, module.Args(**flags))]
     assert [seen["code"] for seen in saw(folder, "stopped", ranks)] == [143] * ranks
     assert [path.name for path in (folder / "stopped" / "checkpoints").iterdir()] == ["iter_000003"]
     assert placed(folder, "run", ranks)[-2:] == ["actor critic reference" if players == 1 else "sampler", "sampler"]
 
 
 NOTED = """
-def in_threads(method, turns, original=in_threads):
+def in_threads(*args, original=in_threads):
     Path(f"rank {RANK} asks").touch()
-    original(method, turns)
+    original(*args)
 def split_heads_and_neurons(sampler, mesh, original=split_heads_and_neurons):
     original(sampler, mesh)
     Path(f"shape {RANK}").write_text(json.dumps(sampler.model.layers[1].mlp.up_proj.weight.to_local().shape))

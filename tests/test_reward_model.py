@@ -85,7 +85,7 @@ def test_it_never_changes_and_is_in_no_checkpoint(ppo, tmp_path):
 
 
 @pytest.mark.parametrize(("error", "changes"), [
-    ("Missing key .*: score.weight", dict(auto=CAUSAL)),
+    ("the files lack score.weight", dict(auto=CAUSAL)),
     (r"Size mismatch .*\[2, 64\].*\[1, 64\]\) for score.weight", dict(num_labels=2)),
     ("cannot render with {} the chat template of .*no users", dict(template="{{ raise_exception('no users') }}")),
     ("--max-new-tokens: .* takes 3", dict(max_position_embeddings=3)),

@@ -22,6 +22,8 @@ FAMILIES = {
     "qwen3, several files": (transformers.Qwen3Config, dict(num_key_value_heads=2, head_dim=24)),
     "mistral": (transformers.MistralConfig, dict(num_key_value_heads=2, sliding_window=None)),
     "qwen3, tied, bfloat16": (transformers.Qwen3Config, dict(num_key_value_heads=4, tie_word_embeddings=True)),
+    "llama, biases": (transformers.LlamaConfig, dict(num_key_value_heads=2, attention_bias=True, mlp_bias=True)),
+    "qwen3, biases": (transformers.Qwen3Config, dict(num_key_value_heads=2, attention_bias=True)),
 }
 VOCABULARY = 330  # more than the tokenizer has: real checkpoints have padding rows
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
