@@ -3,7 +3,7 @@ r"""PPO for language models, in one file and in plain PyTorch.
     # A tiny model learns to sort digits, in two to three minutes on a CPU.
     python ppo_llm.py
 
-    # Qwen2.5-0.5B learns to solve word problems, on one GPU of 80 GB.
+    # Qwen2.5-Coder-0.5B-Instruct learns to solve word problems, on one GPU of 80 GB.
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
         --eval-env-kwargs '{"path": "test.jsonl"}' --max-prompt-tokens 256 --max-new-tokens 512 \
         --num-iterations 100 --ppo-epochs 1 --actor-lr 1e-6 --critic-lr 1e-5 --lr-end 1 \
