@@ -178,8 +178,8 @@ class Args:
     # on GPUs of 80 GB set 16384 or more
     micro_batch_tokens: int = 4096
     ppo_epochs: int = 2  # number of epochs that the actor is trained on each rollout
-    # number of epochs that the critic is trained on each rollout; 0: there is no critic, and all
-    # values are 0; default: --ppo-epochs
+    # number of epochs that the critic is trained on each rollout; 0: there is no critic, all values
+    # are 0, and a --gae-lambda below 1 discounts the rewards; default: --ppo-epochs
     critic_epochs: int | None = None
     # learning rate of the actor at the start; default: 1e-5 if --model is given, else 5e-4
     actor_lr: float | None = None
@@ -2467,11 +2467,6 @@ def check_flags(args):
         raise UserError(f"--kl-loss {args.kl_loss}: needs a --kl-coef above 0")
     if args.critic_epochs == 0 and (args.critic_model or args.critic_warmup_iterations):
         raise UserError("--critic-epochs 0: without --critic-model or --critic-warmup-iterations")
-    if args.critic_epochs == 0 and args.gae_lambda < 1:
-        raise UserError(
-            f"--gae-lambda {args.gae_lambda} with --critic-epochs 0: without values it would "
-            "discount the rewards: use 1, or --gamma"
-        )
     if args.resume == "auto" and not args.run_name:
         raise UserError("--resume auto: needs --run-name")
     if args.run_name and args.resume != "auto":

@@ -83,7 +83,6 @@ def test_the_plan_names_the_models_and_where_rewards_come_from(ppo, capsys, flag
 
 
 def test_flags_that_would_do_nothing_or_the_wrong_thing_are_refused(ppo, tmp_path):
-    refuse(ppo, tmp_path, "--gae-lambda 0.9 with --critic-epochs 0: without values", critic_epochs=0, gae_lambda=0.9)
     refuse(ppo, tmp_path, "--chat-template-kwargs: the actor has no chat template", chat_template_kwargs='{"a": 1}')
     folder = hf_folder(tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
