@@ -802,9 +802,11 @@ def sample_token(decoder: Decoder, n_visible: int):
     # weight the loss by exp(old - recorded), as forks/sampler_correction.patch does. Do not
     # filter old and new log-probs: after an update the filter may remove a sampled token.
     logits /= decoder.temperature
-    # The argmax of logits plus Gumbel noise is a sample. Greedy decoding scales the noise by 0.
-    noise = gumbel_noise(decoder.noise_keys, decoder.length, logits.shape[1])  # [B, V]
-    token = (logits + decoder.noise_scale * noise).argmax(-1, keepdim=True)  # [B, 1]
+    noisy_logits = logits  # [B, V]
+    if decoder.draws_noise:  # The argmax of logits plus Gumbel noise is a sample.
+        noise = gumbel_noise(decoder.noise_keys, decoder.length, logits.shape[1])
+        noisy_logits = logits + decoder.noise_scale * noise
+    token = noisy_logits.argmax(-1, keepdim=True)  # [B, 1]
     logprob = logits.gather(1, token) - logits.logsumexp(-1, keepdim=True)
     index = torch.where(decoder.alive, decoder.length, decoder.scratch)[:, None]  # [B, 1]
     decoder.tokens.scatter_(1, index, token)
@@ -1315,7 +1317,8 @@ class Decoder:
         self.noise_keys = zeros(B, dtype=torch.int32)  # see gumbel_noise
         self.alive = zeros(B, dtype=torch.bool)  # still decoding
         self.temperature = zeros(())
-        self.noise_scale = zeros(())
+        self.noise_scale = zeros(())  # 0 in greedy decoding, else 1
+        self.draws_noise = True
         self.stop_ids = torch.tensor(stop_ids, device=weight.device)
         self.steps_per_wait = 8 if weight.is_cuda else 1  # steps until the host waits
         self.sample_token = maybe_compiled(sample_token, args.compile)
@@ -1336,7 +1339,10 @@ class Decoder:
         for x, column in zip((self.length, self.limit, self.noise_keys, self.alive), numbers.T):
             x[rows] = column.to(x.dtype)
         self.temperature.fill_(args.temperature or 1.0)
-        self.noise_scale.fill_(args.temperature > 0)
+        greedy = args.temperature == 0
+        self.noise_scale.fill_(not greedy)
+        # Only an eager step leaves the noise out. A compiled step would need a second graph for it.
+        self.draws_noise = not greedy or args.compile == "on"
 
     def step(self, used: int):
         """`sample_token` in all rows, which have at most `used` tokens in the cache after it."""
@@ -1449,11 +1455,16 @@ def hash32(x: Tensor, key=0) -> Tensor:
     """The hash lowbias32 of https://github.com/skeeto/hash-prospector, on int32.
 
     The masks turn `>>` into the shift of unsigned integers. Products overflow, as they should.
-    `key` enters between the two products.
+    `key` enters between the two products. Operations are in place where they can be: allocating
+    another [B, V] takes longer than filling it.
     """
-    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D ^ key
-    x = (x ^ (x >> 15 & 0x1FFFF)) * -0x7B935975  # 0x846CA68B as int32
-    return x ^ (x >> 16 & 0xFFFF)
+    x = x ^ (x >> 16 & 0xFFFF)  # not in place: x belongs to the caller
+    x *= 0x7FEB352D
+    x ^= key
+    x ^= x >> 15 & 0x1FFFF
+    x *= -0x7B935975  # 0x846CA68B as int32
+    x ^= x >> 16 & 0xFFFF
+    return x
 
 
 def sample_keys(seed: int, iteration: int, sample_ids) -> Tensor:
@@ -1472,8 +1483,8 @@ def gumbel_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
     # noise.
     x = hash32(ids ^ token_keys[:, None], hash32(token_keys ^ keys)[:, None])  # [B, V]
     # u is uniform in (0, 1), from 31 bits. It is fine near 0, so that rare tokens get their share.
-    u = (x & 0x7FFFFFFF).float().add(0.5).mul(2**-31).clamp(max=1 - 2**-24)
-    return -torch.log(-torch.log1p(-u))
+    u = (x & 0x7FFFFFFF).float().add_(0.5).mul_(2**-31).clamp_(max=1 - 2**-24)
+    return u.neg_().log1p_().neg_().log_().neg_()  # -log(-log(1 - u))
 
 
 # === 7. Tokenizer and Hugging Face checkpoints ===
@@ -1869,9 +1880,9 @@ class Prompts(gym.Env):
     Each line of the file has a "prompt" or "messages", text or a list of messages. It may have a
     "demonstration", and other keys for the function. The function my_module:reward is called as
     reward(prompt, response, row=row), from many threads at the same time. It returns a number,
-    which counts as success if it is above 0, or (number, success), or (number, metrics). None in
-    place of the number means that the sample is not trained on. The function may be a coroutine
-    function.
+    or a tuple of a number and, in any order, whether the sample is a success (a bool) and metrics
+    (a dictionary of numbers). Without a bool, a number above 0 is a success. None in place of the
+    number means that the sample is not trained on. The function may be a coroutine function.
     """
 
     def __init__(self, path: str, reward: str | None = None):
@@ -1905,8 +1916,8 @@ class Prompts(gym.Env):
             reward = asyncio.run(reward)
         info = {}
         if isinstance(reward, tuple):
-            reward, extra = reward
-            info["metrics" if isinstance(extra, dict) else "success"] = extra
+            reward, *extras = reward
+            info = {"metrics" if isinstance(x, dict) else "success": x for x in extras}
         return "", reward, True, False, info
 
     def reward(self, prompt, response, row):

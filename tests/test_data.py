@@ -154,7 +154,8 @@ def test_what_is_no_number_is_refused(ppo, tokenizer, part, reward, terminated, 
 @pytest.mark.parametrize(("result", "expected"), [
     (0.5, (0.5, True, {})), ((0.5, False), (0.5, False, {})), ((0.0, True), (0.0, True, {})),
     ((0.0, {"format": 1.0, "right": 0}), (0.0, False, {"format": 1.0, "right": 0.0})), ((1.0, {}), (1.0, True, {})),
-    *[(wrong, None) for wrong in ((0.5, {"a": "b"}), (0.5, True, {}))],
+    ((0.5, False, {"a": 1}), (0.5, False, {"a": 1.0})), ((0.5, {"a": 1}, False), (0.5, False, {"a": 1.0})),
+    *[(wrong, None) for wrong in ((0.5, {"a": "b"}), (0.5, True, 0.25))],
 ])  # fmt: skip
 @pytest.mark.parametrize("is_async", [False, True])
 def test_results_of_a_reward_function(ppo, tokenizer, tmp_path, result, expected, is_async):
