@@ -270,7 +270,7 @@ def test_verl_and_trl(ppo, tokenizer, tmp_path):
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
         return [None if x == "?" else float(len(x)) for x in texts]
 
-    batched = example("Functions of lists", my_scores=dict(trl_reward=trl_reward))
+    batched = example("Functions that take lists", my_scores=dict(trl_reward=trl_reward))
     for prompt in "a", TURNS[1:2]:
         calls = [(prompt, answer, {"prompt": prompt, "answer": "4", "level": 3}) for answer in ("b", "bb", "?", "bbbb")]
         seen.clear()
@@ -324,7 +324,7 @@ def test_math_verify_on_threads():
 
 
 @pytest.mark.parametrize(("title", "package", "kwargs", "answers"), [
-    ("Toy text of gymnasium", "gymnasium", {}, ["up there", "left", *"down down right right down right".split()]),
+    ("gymnasium's toy text games", "gymnasium", {}, ["up there", "left", *"down down right right down right".split()]),
     ("GEM", "gem", {"game": "game:GuessTheNumber-v0-easy"}, [f"\\boxed{{{n}}}" for n in range(1, 11)]),
     ("TextArena", "textarena", {"game": "GuessTheNumber-v0"}, [f"[{n}]" for n in range(1, 21)]),
     ("TextWorld", "textworld", {"games": "games/*.z8"}, ["look", "inventory", "go south"]),
@@ -348,4 +348,4 @@ def test_environments_of_others(ppo, title, package, kwargs, answers):
             break
         assert messages[0]["content"].strip()
     assert end == "terminated" or title == "TextWorld"
-    assert title != "Toy text of gymnasium" or info["success"]
+    assert title != "gymnasium's toy text games" or info["success"]
