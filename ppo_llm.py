@@ -1235,7 +1235,7 @@ class Decoder:
     """
 
     def __init__(self, sampler: Transformer, B: int, stop_ids: list[int], args):
-        weight = sampler.model.norm.weight
+        weight = next(sampler.parameters())
         self.sampler = sampler
         S = max_sample_length(args)
         # Finished rows read and write here, after the last position that a token can have.

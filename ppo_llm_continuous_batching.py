@@ -826,7 +826,7 @@ class Slots:
     def prefill(self, turns: list[tuple[Iterator, Episode]]):
         """Compute keys and values of the texts of (player, episode), in a cache of their own."""
         sampler = self.decoder.sampler
-        weight = sampler.model.norm.weight
+        weight = next(sampler.parameters())
         longest = max(len(episode.ids) for _, episode in turns)
         at_once = max(1, self.args.micro_batch_tokens // longest)
         for start in range(0, len(turns), at_once):
@@ -1303,7 +1303,7 @@ class Decoder:
     """
 
     def __init__(self, sampler: Transformer, B: int, stop_ids: list[int], args):
-        weight = sampler.model.norm.weight
+        weight = next(sampler.parameters())
         self.sampler = sampler
         S = max_sample_length(args)
         # Finished rows read and write here, after the last position that a token can have.
