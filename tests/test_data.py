@@ -245,6 +245,17 @@ def test_the_game_of_the_page():
         assert game.step("?")[0] == (">" if game.number else "?")
 
 
+def test_gsm8k_with_a_system_prompt(ppo, tmp_path):
+    """The class of the page: the prompt becomes the second message, and rewards stay as they are."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
+    env = example("GSM8K with a system prompt.", ppo_llm=ppo).BriefGSM8K(str(rows))
+    messages, _ = env.reset(seed=0)
+    plain, _ = ppo.GSM8K(str(rows)).reset(seed=0)
+    assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": plain}]
+    assert [env.step(response)[1] for response in ("#### 2", "#### 3")] == [1.0, 0.0]
+
+
 def test_the_reward_function_of_the_front_page():
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     module = {}
