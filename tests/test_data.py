@@ -249,7 +249,7 @@ def test_gsm8k_with_a_system_prompt(ppo, tmp_path):
     """The class of the page: the prompt becomes the second message, and rewards stay as they are."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"question": "1 + 1?", "answer": "#### 2"}))
-    env = example("GSM8K with a system prompt.", ppo_llm=ppo).BriefGSM8K(str(rows))
+    env = example("GSM8K with a system prompt.").BriefGSM8K(str(rows))
     messages, _ = env.reset(seed=0)
     plain, _ = ppo.GSM8K(str(rows)).reset(seed=0)
     assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": plain}]
