@@ -15,14 +15,13 @@ import statistics
 import sys
 
 import common
-import matplotlib.pyplot as plt
 from experiments import MEAN_OF, Run, execute, mean_columns
 
 RESULTS = common.DATA / "cases.json"
 METRICS = {  # metric: its name in the file and in the pictures
-    "objective/reward": "reward", "objective/accuracy": "accuracy, what was wanted",
-    "objective/kl": "KL, nats a response", "objective/truncated": "truncated",
-    "actor/entropy": "entropy, nats a token", "actor/clipfrac": "clipfrac", "actor/approx_kl": "approx_kl",
+    "objective/reward": "reward", "objective/accuracy": "accuracy",
+    "objective/kl": "KL, nats per response", "objective/truncated": "truncated",
+    "actor/entropy": "entropy, nats per token", "actor/clipfrac": "clipfrac", "actor/approx_kl": "approx_kl",
     "actor/grad_norm": "grad norm of the actor", "critic/explained_variance": "explained variance",
     "critic/value_mean": "mean value", "critic/return_mean": "mean return", "ratio/advantage_std": "advantage std",
 }  # fmt: skip
@@ -34,26 +33,33 @@ LOG = (APPROX_KL,)
 @dataclasses.dataclass
 class Case:
     title: str
+    finding: str  # the title of the picture
     runs: list[Run]  # the sick one, then another attempt
     curves: list  # four of METRICS over iterations, or, as a pair (y, x), one over another
 
 
 HEALTHY = Run("healthy")
 CASES = {
-    "healthy": Case("healthy", [HEALTHY], [REWARD, ENTROPY, CLIPFRAC, EXPLAINED]),
-    "rate": Case("a learning rate ten times too large", [Run("rate x 10", "--actor-lr 5e-3")],
+    "healthy": Case("healthy", "A healthy run: the reward rises from the first iterations, and the entropy falls to 0.01",
+                    [HEALTHY], [REWARD, ENTROPY, CLIPFRAC, EXPLAINED]),
+    "rate": Case("a learning rate ten times too large",
+                 "Ten times the learning rate throws the policy far away at once, and the way back is long",
+                 [Run("rate x 10", "--actor-lr 5e-3")],
                  [REWARD, APPROX_KL, CLIPFRAC, KL]),
     "flat": Case("no answer is ever right",
+                 "Rewards that hardly ever differ teach nothing, with a warm start or without one",
                  [Run("no warm start", "--env-id benchmarks.tasks:Exact-v0 --sft-steps 0 --num-iterations 60"),
                   Run("warm start", "--env-id benchmarks.tasks:Exact-v0")],
                  [REWARD, STD, CLIPFRAC, ENTROPY]),
     "collapse": Case("entropy collapse",
+                     "Entropy over the reward shows the collapse, and entropy over iterations does not",
                      [Run("no warm start, no KL", "--sft-steps 0 --kl-coef 0"),
                       Run("entropy bonus 0.03", "--sft-steps 0 --kl-coef 0 --entropy-coef 0.03")],
                      [REWARD, ENTROPY, (ENTROPY, REWARD), TRUNCATED]),
-    "critic": Case("a dead critic", [Run("critic's rate 1e-6", "--critic-lr 1e-6")],
+    "critic": Case("a dead critic", "A dead critic shows in its own metrics, and hardly in the accuracy",
+                   [Run("critic's rate 1e-6", "--critic-lr 1e-6")],
                    [ACCURACY, EXPLAINED, VALUE, STD]),
-    "hacked": Case("a hacked reward",
+    "hacked": Case("a hacked reward", "The reward with a hole rises to 0.98 while hardly any answer is right",
                    [Run("KL 0.001", "--env-id benchmarks.tasks:Ascending-v0 --kl-coef 0.001"),
                     Run("KL 0.03", "--env-id benchmarks.tasks:Ascending-v0 --kl-coef 0.03")],
                    [REWARD, ACCURACY, ENTROPY, KL]),
@@ -111,36 +117,30 @@ def table() -> None:
 
 
 def plot() -> None:
-    plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
     for name, case in CASES.items():
-        figure, axes = plt.subplots(1, 4, figsize=(11, 2.5), layout="constrained")
+        figure, axes = common.new_picture(case.finding, 4.6, 2, 2)
         runs = [HEALTHY, *case.runs] if name != "healthy" else [HEALTHY]
-        colours = ["0.55", "C3", "C0"] if name != "healthy" else ["C2"]
-        for axis, metric in zip(axes, case.curves):
+        colors = [common.GREY, common.RED, common.BLUE] if name != "healthy" else [common.INK]
+        for axis, metric in zip(axes.flat, case.curves):
             y, x = metric if isinstance(metric, tuple) else (metric, None)
-            for run, colour in zip(runs, colours):
-                draw(axis, run, y, x, colour)
-            axis.set(title=y, xlabel=x or "iteration")
+            axis.set(title=f"{y}, over the {x}" if x else y, xlabel=x or "iteration")
             if metric in LOG:
                 axis.set_yscale("log")
+            ends = [(draw(axis, run, y, x, color), run.label, color) for run, color in zip(runs, colors)]
             if metric in (REWARD, ACCURACY, TRUNCATED):
                 axis.set_ylim(-0.04, 1.04)
-        if name != "healthy":
-            figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
-        figure.savefig(common.PICTURES / f"case_{name}.png", dpi=90)
+            if axis in axes[:, 1] and name != "healthy":
+                common.label_ends(axis, [(height, label, color) for (_, height), label, color in ends])
+        common.save_picture(figure, common.PICTURES / f"case_{name}.png")
 
 
-def draw(axis, run: Run, y: str, x: str | None, colour: str) -> None:
-    """A thick line, the median over seeds, and thin ones, one for each seed."""
-    if not (done := of(run)):
-        return
+def draw(axis, run: Run, y: str, x: str | None, color: str) -> tuple[float, float]:
+    """The curves y of a run over x, or over iterations. Returns the end of their median."""
+    done = of(run)
     curves, points = ([each["columns"][metric] for each in done] for metric in (y, x or y))
     length = range(len(curves[0]))
     places = [median(points, k) for k in length] if x else [MEAN_OF * (k + 0.5) for k in length]
-    for curve in curves[:-1] and curves:
-        shown = [float("nan") if value is None else value for value in curve[: len(places)]]
-        axis.plot(places, shown, color=colour, linewidth=0.5)
-    axis.plot(places, [median(curves, k) for k in length], color=colour, linewidth=1.8, label=run.label)
+    return places[-1], common.draw_seeds(axis, places, curves, color)
 
 
 def main():

@@ -1,8 +1,11 @@
-"""What the benchmarks share: folders, tables, random models and prompts, and rollouts of given lengths. No command."""
+"""What the benchmarks share: folders, tables, the style of pictures, random models and prompts, and rollouts of given
+lengths. No command.
+"""
 
 import contextlib
 import copy
 import functools
+import io
 import json
 import math
 import platform
@@ -12,11 +15,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import unittest.mock
 from pathlib import Path
 
 import gymnasium as gym
+import numpy as np
 import torch
 import transformers
 
@@ -72,6 +77,120 @@ def line(cells) -> None:
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
+# --- Pictures.
+# A picture is PICTURE_WIDTH inches wide and has twice the 700 pixels that a page shows, so a text of 9 points is 12.5
+# pixels high on the page. The title is a sentence that states the finding. A curve has its label at its end. People who
+# are colour-blind can tell any two of these colours apart.
+INK, GREY, BLUE, SKY, ORANGE, RED = "#222222", "#808080", "#00539c", "#3a93d6", "#d07c00", "#a82a0c"
+PAPER, GRID, FAINT_RED, FAINT_GREEN = "#fafaf7", "#e3e3dc", "#f6dcd4", "#dcecdc"
+PICTURE_WIDTH, DOTS_PER_INCH = 7.0, 200
+TITLE_CHARACTERS = 74  # of a line
+STYLE = {
+    "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK,
+    "figure.facecolor": PAPER, "figure.titlesize": 11, "figure.titleweight": "bold",
+    "axes.facecolor": PAPER, "axes.edgecolor": GREY, "axes.labelcolor": INK, "axes.labelsize": 9,
+    "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titlecolor": INK, "axes.titlepad": 7,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.8,
+    "xtick.color": GREY, "xtick.labelcolor": INK, "xtick.labelsize": 8.5,
+    "ytick.color": GRID, "ytick.labelcolor": INK, "ytick.labelsize": 8.5, "ytick.major.size": 0,
+    "lines.linewidth": 2, "lines.solid_capstyle": "round",
+    "figure.constrained_layout.h_pad": 0.08, "figure.constrained_layout.w_pad": 0.08,
+}  # fmt: skip
+
+
+def new_picture(title: str, height: float, *grid, **options):
+    """A figure of this height in inches, and its axes. `grid` and `options` are arguments of plt.subplots."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(STYLE)
+    figure, axes = plt.subplots(*grid, figsize=(PICTURE_WIDTH, height), layout="constrained", **options)
+    figure.suptitle(balanced(title, TITLE_CHARACTERS), x=0.012, ha="left")
+    return figure, axes
+
+
+def balanced(text: str, width: int) -> str:
+    """The text in as few lines of at most this width as possible, all of about the same length."""
+    wrap = functools.partial(textwrap.wrap, text, break_on_hyphens=False)
+    lines = len(wrap(width))
+    return "\n".join(wrap(next(narrow for narrow in range(1, width + 1) if len(wrap(narrow)) == lines)))
+
+
+def draw_seeds(axis, x, curves, color: str, **line) -> float:
+    """A thin line for each seed and a thick line for their median. Returns the last value of the median.
+
+    A curve has None where a metric is missing.
+    """
+    curves = np.array(curves, dtype=float)  # [seeds, points]
+    if len(curves) > 1:
+        axis.plot(x, curves.T, color=color, linewidth=0.7, alpha=0.6)
+    median = np.median(curves, axis=0)
+    axis.plot(x, median, color=color, **line)
+    return median[np.isfinite(median)][-1] if np.isfinite(median).any() else math.nan
+
+
+def spread_out(wanted: list[float], gap: float) -> list[float]:
+    """The positions closest to the wanted ones, in the same order, that are at least `gap` apart.
+
+    >>> spread_out([1.0, 1.5, 5.0], gap=1.0)
+    [0.75, 1.75, 5.0]
+    """
+    order = np.argsort(wanted, kind="stable")
+    groups = []  # of neighbours that touch: [sum of the wanted starts of the group, members]
+    for place, i in enumerate(order):
+        groups.append([wanted[i] - place * gap, 1])
+        while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
+            total, members = groups.pop()
+            groups[-1][0] += total
+            groups[-1][1] += members
+    starts = [total / members for total, members in groups for _ in range(members)]
+    positions = [0.0] * len(wanted)
+    for place, i in enumerate(order):
+        positions[i] = starts[place] + place * gap
+    return positions
+
+
+def label_ends(axis, ends: list[tuple[float, str, str]], x: float | None = None) -> None:
+    """Labels to the right of the axes, each beside the end (y, text, color) of its curve, at x or the right edge.
+
+    Labels that would overlap are moved apart, and a thin line leads from the end of the curve to its label.
+    """
+    axis.figure.draw_without_rendering()  # The heights of the axes are known after the layout.
+    to_pixels, pixels = axis.transData, axis.figure.dpi / 72
+    x = axis.get_xlim()[1] if x is None else x
+    lines = [text.count("\n") + 1 for _, text, _ in ends]
+    gap = 12 * pixels * max(lines)
+    heights = spread_out([to_pixels.transform((x, y))[1] for y, *_ in ends], gap)
+    for (y, text, color), height in zip(ends, heights):
+        axis.annotate(
+            text, xy=(x, y), xytext=(1.035, axis.transAxes.inverted().transform((0, height))[1]),
+            textcoords="axes fraction", color=color, va="center", annotation_clip=False, linespacing=1.1,
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 0,
+                        "relpos": (0, 0.5)},
+        )  # fmt: skip
+
+
+def thousands(axis) -> None:
+    """The numbers of the x axis as 20,000."""
+    axis.locator_params(axis="x", nbins=4)
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+
+
+def percent(axis) -> None:
+    """The numbers of the y axis, which are shares, as 20 %."""
+    axis.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g} %")
+
+
+def save_picture(figure, path: Path) -> None:
+    """With 256 colours, which halves the file."""
+    import PIL.Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=DOTS_PER_INCH)
+    PIL.Image.open(drawn).convert("RGB").quantize(256, dither=PIL.Image.Dither.NONE).save(path, optimize=True)
+
+
+# --- Measuring.
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

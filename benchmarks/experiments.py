@@ -23,7 +23,6 @@ import tempfile
 from pathlib import Path
 
 import common
-import matplotlib.pyplot as plt
 from common import PICTURES, ROOT
 
 RESULTS = common.DATA / "experiments.jsonl"
@@ -35,6 +34,9 @@ COLUMNS = {  # metric: its name in a run's line
     "critic/explained_variance": "explained_variance", "ratio/first_dev": "first_dev", "ratio/last_dev": "last_dev",
     "debug/sampler_trainer_logprob_diff": "sampler_diff",
 }  # fmt: skip
+WATCHED = {"grad_norm": "norm of the actor's gradient", "explained_variance": "explained variance of the critic",
+           "first_dev": "largest abs(ratio - 1) of the first minibatch",
+           "entropy": "entropy, nats per token"}  # fmt: skip
 EDITS = {  # what a run changes in the script: (old text, new text)
     "log-probs of the present policy as old": ("newlogprobs, mb.old_logprobs,", "newlogprobs, newlogprobs.detach(),"),
     "optimizer of another model": ("actor_optimizer = make_optimizer(actor)",
@@ -64,19 +66,21 @@ class Experiment:
     question: str
     runs: list[Run]
     watch: str  # the column beside accuracy in the picture
-    log: bool = False  # its axis
+    finding: str = ""  # the title of the picture; without it there is no picture
     seeds: int = 3
 
 
 EXPERIMENTS = {
     "epochs": Experiment(
         "What do more ppo_epochs do?",
-        [Run("1", "--ppo-epochs 1"), Run("2, default"), Run("4", "--ppo-epochs 4"), Run("8", "--ppo-epochs 8")],
-        "clipfrac"),
+        [Run("1 epoch", "--ppo-epochs 1"), Run("2 epochs, default"), Run("4 epochs", "--ppo-epochs 4"),
+         Run("8 epochs", "--ppo-epochs 8")],
+        "clipfrac", "More epochs learn faster at first, but four and eight reach 90 % no sooner than two"),
     "minibatches": Experiment(
         "How many optimizer steps does one rollout make, and what do more of them buy?",
-        [Run("16 samples, 32 steps", "--train-batch-size 16"), Run("64, 8 steps, default"),
-         Run("128, 4 steps", "--train-batch-size 128"), Run("256, 2 steps", "--train-batch-size 256")], "grad_norm"),
+        [Run("16 samples, 32 steps", "--train-batch-size 16"), Run("64 samples, 8 steps, default"),
+         Run("128 samples, 4 steps", "--train-batch-size 128"), Run("256 samples, 2 steps", "--train-batch-size 256")], "grad_norm",
+        "More optimizer steps per rollout need fewer samples on the default task"),
     "ratio": Experiment(
         "Why is my ratio 1?",
         [Run("default", "--num-iterations 5"), Run("critic_warmup", "--num-iterations 5 --critic-warmup-iterations 5"),
@@ -91,31 +95,37 @@ EXPERIMENTS = {
          Run("beside it", "--critic-ranks 1", "", "critic_ranks", 2)], "explained_variance", seeds=1),
     "warmup": Experiment(
         "What does a warm-up of the critic do?",
-        [Run("0, default"), Run("10", "--critic-warmup-iterations 10"), Run("30", "--critic-warmup-iterations 30")],
-        "explained_variance"),
+        [Run("no warm-up, default"), Run("10 iterations", "--critic-warmup-iterations 10"),
+         Run("30 iterations", "--critic-warmup-iterations 30")],
+        "explained_variance", "A warm-up of the critic costs the samples that it uses"),
     "old": Experiment(
         "Which policy is the old one: log-probs of the trainer, or of the sampler?",
         [Run("recomputed, default"), Run("sampler's", "--no-recompute-old-logprobs"),
          Run("recomputed, bfloat16", "--dtype bfloat16"),
-         Run("sampler's, bfloat16", "--dtype bfloat16 --no-recompute-old-logprobs")], "first_dev", log=True),
+         Run("sampler's, bfloat16", "--dtype bfloat16 --no-recompute-old-logprobs")], "first_dev",
+        "The sampler's log-probs serve as the old ones as well as recomputed log-probs do here"),
     "reference": Experiment(
         "What does the reference do?",
-        [Run("default"), Run("no reference", "--kl-coef 0"), Run("KL 0.005", "--kl-coef 0.005"),
-         Run("KL 0.08", "--kl-coef 0.08"), Run("KL 0.3", "--kl-coef 0.3")], "entropy"),
+        [Run("no reference", "--kl-coef 0"), Run("KL 0.005", "--kl-coef 0.005"), Run("KL 0.02, default"),
+         Run("KL 0.08", "--kl-coef 0.08"), Run("KL 0.3", "--kl-coef 0.3")], "entropy",
+        "A KL weight of up to 0.02 costs nothing, 0.08 costs half of the right answers, and 0.3 costs all"),
     "clip": Experiment(
         "What does clipping do?",
-        [Run("0.2, default"), Run("0.05", "--clip-low 0.05 --clip-high 0.05"), Run("0.2, up 0.4", "--clip-high 0.4"),
-         Run("none", "--clip-low 1 --clip-high 1e9"), Run("dual clip 3", "--dual-clip 3")], "approx_kl"),
+        [Run("0.2, default"), Run("0.05", "--clip-low 0.05 --clip-high 0.05"), Run("0.2, upwards 0.4", "--clip-high 0.4"),
+         Run("none", "--clip-low 1 --clip-high 1e9"), Run("dual clip 3", "--dual-clip 3")], "approx_kl",
+        "Without a clip range the policy moves further per iteration and learns later"),
     "lambda": Experiment(
         "What do lambda and the critic do?",
         [Run("0", "--gae-lambda 0 --critic-lambda 0"), Run("0.5", "--gae-lambda 0.5 --critic-lambda 0.5"),
          Run("0.95", "--gae-lambda 0.95 --critic-lambda 0.95"), Run("1, default"),
-         Run("constant baseline", "--critic-epochs 0")], "explained_variance"),
+         Run("constant baseline", "--critic-epochs 0")], "explained_variance",
+        "Lambdas of 0.95 and 1 learn alike; smaller lambdas and a constant baseline learn later"),
     "lr": Experiment(
         "Which learning rate, and what breaks first?",
         [Run("x 0.1", "--actor-lr 5e-5 --critic-lr 1e-4"), Run("x 0.3", "--actor-lr 1.5e-4 --critic-lr 3e-4"),
          Run("x 1, default"), Run("x 3", "--actor-lr 1.5e-3 --critic-lr 3e-3"),
-         Run("x 10", "--actor-lr 5e-3 --critic-lr 1e-2")], "clipfrac"),
+         Run("x 10", "--actor-lr 5e-3 --critic-lr 1e-2")], "clipfrac",
+        "With three times the default rates the result depends on the seed, and ten times the rates fail"),
 }  # fmt: skip
 
 
@@ -214,38 +224,81 @@ def table(names: list[str]) -> None:
                          f"{done[0]['actor_steps']:.3g}", seconds, ", ".join(causes)])  # fmt: skip
 
 
+def colors(runs: list[Run]) -> list[str]:
+    """Ink for the default, blues for the runs before it, warm colours for those after it."""
+    [place] = [i for i, run in enumerate(runs) if "default" in run.label]
+    after = common.ORANGE, common.RED, common.BLUE, common.SKY
+    return [*(common.BLUE, common.SKY, common.GREY)[:place], common.INK, *after[: len(runs) - place - 1]]
+
+
 def draw() -> None:
-    drawn = {name: each for name, each in EXPERIMENTS.items() if name != "ratio"}
+    drawn = {name: each for name, each in EXPERIMENTS.items() if each.finding}
     for name, experiment in drawn.items():
-        figure, axes = plt.subplots(1, 2, figsize=(8, 2.6), layout="constrained")
-        for axis, column in zip(axes, ("accuracy", experiment.watch)):
-            draw_runs(axis, experiment, column)
-        if experiment.log:
+        figure, axes = common.new_picture(experiment.finding, 2.9, 1, 2)
+        ends = [draw_runs(axis, experiment, column) for axis, column in zip(axes, ("accuracy", experiment.watch))]
+        common.percent(axes[0])
+        axes[0].set_title("right answers in the rollouts")
+        if experiment.watch == "first_dev":  # which is exactly 0 for some runs
             axes[1].set_yscale("symlog", linthresh=1e-7)
-        axes[0].legend(fontsize=7)
-        figure.savefig(PICTURES / f"{name}.png", dpi=90)
-    figure, axes = plt.subplots(3, 3, figsize=(10, 7), layout="constrained", sharex=True, sharey=True)
-    for axis, (name, experiment) in zip(axes.flat, drawn.items()):
-        draw_runs(axis, experiment, "accuracy")
-        axis.set(xlabel="", ylabel="", title=name)
-        axis.legend(fontsize=6)
-    figure.supxlabel("samples"), figure.supylabel("right answers")
-    figure.savefig(PICTURES / "experiments.png", dpi=90)
+            axes[1].set(ylim=(-2e-8, 0.1), yticks=[0, 1e-6, 1e-4, 1e-2])
+        if experiment.watch == "grad_norm":
+            axes[1].set_yscale("log")
+            axes[1].set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"], minor=False)
+            axes[1].tick_params(which="minor", labelleft=False)
+        common.label_ends(axes[1], ends[1])
+        common.save_picture(figure, PICTURES / f"{name}.png")
+    draw_all()
 
 
-def draw_runs(axis, experiment: Experiment, column: str) -> None:
-    """A thick line, the median of the seeds, over thin ones, one for each seed."""
-    for i, run in enumerate(experiment.runs):
-        done = of(run, experiment.seeds)
-        if not done:
+def draw_all() -> None:
+    """The samples to 90 % of every run, beside those of the default."""
+    default = of(EXPERIMENTS["epochs"].runs[1], 3)
+    usual = [each["samples_to_90"] for each in default]
+    limit = SAMPLES * MEAN_OF * len(default[0]["columns"]["accuracy"])
+    rows = []  # (experiment, run, the samples of each seed)
+    for name, experiment in EXPERIMENTS.items():
+        if name != "ratio":
+            changes = [run for run in experiment.runs if "default" not in run.label]
+            rows += [(name, run, [each["samples_to_90"] for each in of(run, experiment.seeds)]) for run in changes]
+    faster = [run.label for _, run, samples in rows if None not in samples and statistics.median(samples) < min(usual)]
+    assert faster == ["16 samples, 32 steps"], faster
+    title = f"Of {len(rows)} changes to the default, only minibatches of 16 samples learn faster"
+    figure, axis = common.new_picture(title, 0.19 * len(rows) + 1.2)
+    figure.get_layout_engine().set(rect=(0.15, 0, 0.85, 1))  # The names of the experiments are on the left.
+    axis.axvspan(min(usual), max(usual), color=common.GREY, alpha=0.3, linewidth=0)
+    for y, (name, run, samples) in enumerate(rows):
+        if y == 0 or rows[y - 1][0] != name:
+            axis.axhline(y - 0.5, color=common.GREY, linewidth=0.8)
+            axis.annotate(name, (0.012, y), xycoords=("figure fraction", "data"), va="center", weight="bold",
+                          annotation_clip=False, in_layout=False)  # fmt: skip
+        if None in samples:
+            axis.text(limit, y, "not reached", color=common.RED, va="center", ha="right")
             continue
-        curves = [each["columns"][column] for each in done]
-        x = [(k + 1) * MEAN_OF * done[0]["samples"] for k in range(len(curves[0]))]
-        curves = [[float("nan") if y is None else y for y in curve] for curve in curves]
-        for curve in curves:
-            axis.plot(x, curve, color=f"C{i}", linewidth=0.4, alpha=0.5)
-        axis.plot(x, [statistics.median(ys) for ys in zip(*curves)], color=f"C{i}", label=run.label, linewidth=1.4)
-    axis.set(xlabel="samples", ylabel=column.replace("_", " "))
+        median = statistics.median(samples)
+        color = common.BLUE if median < min(usual) else common.ORANGE if median > max(usual) else common.INK
+        axis.plot(samples, [y] * len(samples), "o", color=color, markersize=4, alpha=0.6, markeredgewidth=0)
+        axis.plot(median, y, "|", color=color, markersize=11, markeredgewidth=2)
+    axis.set(ylim=(len(rows) - 0.5, -0.5), xlim=(25_000, limit), yticks=range(len(rows)),
+             yticklabels=[run.label for _, run, _ in rows],
+             title="samples until 90 % of the answers are right: seeds (dots), their\n"
+                   "median (bar), and the range of the default's three seeds (grey)")  # fmt: skip
+    axis.grid(visible=False)
+    common.thousands(axis)
+    axis.set_xticks(range(30_000, 70_000, 10_000))
+    common.save_picture(figure, PICTURES / "experiments.png")
+
+
+def draw_runs(axis, experiment: Experiment, column: str) -> list[tuple[float, str, str]]:
+    """Returns the ends of the curves for label_ends."""
+    ends = []
+    for run, color in zip(experiment.runs, colors(experiment.runs)):
+        if done := of(run, experiment.seeds):
+            curves = [each["columns"][column] for each in done]
+            x = [(k + 1) * MEAN_OF * done[0]["samples"] for k in range(len(curves[0]))]
+            ends.append((common.draw_seeds(axis, x, curves, color), run.label, color))
+    axis.set(xlabel="samples", title=WATCHED.get(column, column), xlim=(0, x[-1]))
+    common.thousands(axis)
+    return ends
 
 
 def main():

@@ -5,6 +5,7 @@
     python benchmarks/learning_real.py DIR largest 1 critic_lr=1e-5    # with other flags
     python benchmarks/learning_real.py DIR "sums, pairs" 1 trl         # in TRL's PPOTrainer (trl.experimental.ppo)
     python benchmarks/learning_real.py table          # prints a table
+    python benchmarks/learning_real.py plot           # draws pictures/critic.png from data/critic.jsonl
 
 A run of sums takes 40 to 75 minutes of one core, one beside TRL 10 to 14. Four times a run, outside of the time that is
 counted, the sampler answers held-out prompts, sampled at temperature 1 and greedy, each prompt once. TRL gets the same
@@ -218,11 +219,34 @@ def report() -> None:
         common.line([*name.split("/"), *cells, kl, f"{seconds:.0f}", ", ".join(causes) or "none"])
 
 
+def plot() -> None:
+    """What the critic learns at two learning rates, and the answers, in the runs of data/critic.jsonl."""
+    title = "With a rate of 1e-5 the critic learns nothing, and with 1e-4 the answers are hardly any better"
+    figure, axes = common.new_picture(title, 4.6, 2, 2, sharex=True)
+    runs = common.read_lines(common.DATA / "critic.jsonl")
+    for (explained, right), task in zip(axes, ("sums", "largest")):
+        ends = []
+        for rate, color in (1e-5, common.ORANGE), (1e-4, common.BLUE):
+            done = [run for run in runs if (run["task"], run["critic_lr"]) == (task, rate)]
+            curves = [run["explained_variance"] for run in done]
+            samples = [done[0]["samples_per_iteration"] * (i + 1) for i in range(len(curves[0]))]
+            common.draw_seeds(explained, samples, curves, color)
+            curves = [list(run["right"].values()) for run in done]
+            samples = [int(x) for x in done[0]["right"]]
+            ends.append((common.draw_seeds(right, samples, curves, color), f"--critic-lr {rate:.0e}", color))
+        explained.set(title=f"{task}: explained variance", ylim=(-0.2, 0.7))
+        right.set(title=f"{task}: right answers, held-out prompts", ylim=(0, 1))
+        common.percent(right)
+        common.label_ends(right, [(y, text.replace("e-0", "e-"), color) for y, text, color in ends], samples[-1])
+    axes[1][0].set_xlabel("samples"), axes[1][1].set_xlabel("samples")
+    common.save_picture(figure, common.PICTURES / "critic.png")
+
+
 def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if sys.argv[1] == "table":
-        return report()
+    if sys.argv[1] in ("table", "plot"):
+        return report() if sys.argv[1] == "table" else plot()
     folder, task, seed, *rest = sys.argv[1:]
     side = "trl" if "trl" in rest else "ours"
     changes = {name: json.loads(value) for name, value in (pair.split("=") for pair in rest if "=" in pair)}
