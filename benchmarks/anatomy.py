@@ -1,19 +1,24 @@
 """What PPO does to each token: one wrong and one right response of a real iteration.
 
     python benchmarks/anatomy.py --num-iterations 5 ...    # flags of ppo_llm.py; as long as its run with these flags
+    python benchmarks/anatomy.py plot                      # draws the picture from data/anatomy.json again
 
 Runs ppo_llm.py and prints, from the last iteration, the response with the lowest and the one with the highest reward:
 reward minus KL penalty, values and returns, whitened advantages, and the ratio of the actor after all updates of the
-iteration to the one that sampled. Draws them as pictures/anatomy.png.
+iteration to the one that sampled. Writes these numbers to data/anatomy.json and draws pictures/anatomy.png. The numbers
+in the repository were read off an earlier drawing of the run, because the numbers of the run itself were not kept.
 """
 
+import json
+import sys
 import unittest.mock
 
 import common
-import matplotlib.pyplot as plt
 import torch
 import tyro
 from common import ppo_llm
+
+RESULTS = common.DATA / "anatomy.json"
 
 
 def run(args) -> tuple:
@@ -52,36 +57,46 @@ def columns(args, experience, actor, tokenizer, sample: int) -> dict[str, list]:
     return {"token": text} | {name: x[mb.mask].tolist() for name, x in numbers.items()}
 
 
-def draw(samples: list[dict], titles: list[str], args) -> None:
+def draw() -> None:
+    data = json.loads(RESULTS.read_text())
+    samples, (low, high) = data["samples"], data["clip_range"]
+    i = min(range(len(samples[0]["token"]) - 1), key=samples[0]["advantage"].__getitem__)
+    token, before, after = samples[0]["token"][i].strip(), *samples[0]["value"][i : i + 2]
+    title = f'One token gets the blame: after "{token}" the critic\'s value falls from {before:.1f} to {after:.1f}'
     width = [max(4, len(sample["token"])) for sample in samples]
-    figure, axes = plt.subplots(4, len(samples), figsize=(10, 6.4), sharey="row", layout="constrained",
-                                width_ratios=width)  # fmt: skip
-    for column, (sample, title) in enumerate(zip(samples, titles)):
+    figure, axes = common.new_picture(title, 6.4, 4, len(samples), sharey="row", width_ratios=width)
+    for (reward, values, advantage, ratio), sample, name in zip(axes.T, samples, data["titles"]):
         x = range(len(sample["token"]))
-        reward, values, advantage, ratio = axes[:, column]
-        reward.set_title(title, fontsize=10)
-        reward.bar(x, sample["reward - penalty"], color="C2")
-        values.plot(x, sample["value"], "o-", markersize=3, label="value")
-        values.plot(x, sample["return"], "s--", markersize=3, label="return")
-        advantage.bar(x, sample["advantage"], color=["C2" if a > 0 else "C3" for a in sample["advantage"]])
-        ratio.plot(x, sample["ratio"], "o", color="C4")
-        for bound in (1 - args.clip_low, 1, 1 + args.clip_high):
-            ratio.axhline(bound, color="gray", linewidth=0.8, linestyle="-" if bound == 1 else ":")
-        for axis in (reward, values, advantage):
-            axis.axhline(0, color="gray", linewidth=0.8)
-        for axis in axes[:, column]:
-            axis.set_xlim(-0.6, len(x) - 0.4)
+        reward.bar(x, sample["reward - penalty"], color=common.BLUE)
+        ends = []
+        for kind, style, color in ("value", "o-", common.BLUE), ("return", "s--", common.ORANGE):
+            values.plot(x, sample[kind], style, color=color, markersize=4, linewidth=1.5)
+            ends.append((sample[kind][-1], kind, color))
+        colors = [common.BLUE if a > 0 else common.RED for a in sample["advantage"]]
+        advantage.bar(x, sample["advantage"], color=colors)
+        ratio.plot(x, sample["ratio"], "o", color=common.INK, markersize=5)
+        for axis, line in (reward, 0), (values, 0), (advantage, 0), (ratio, 1):
+            axis.axhline(line, color=common.GREY, linewidth=0.8, zorder=0)
             axis.set_xticks(x, [])
-        tokens = [token.replace("\n", "\\n") for token in sample["token"]]
-        ratio.set_xticks(x, tokens, rotation=60, fontsize=8, family="monospace")
-    names = "reward\n- KL penalty", "value, return", "advantage\n(whitened)", "ratio after\nthe updates"
-    for axis, name in zip(axes[:, 0], names):
-        axis.set_ylabel(name, fontsize=9)
-    axes[1, 0].legend(fontsize=8)
-    figure.savefig(common.PICTURES / "anatomy.png", dpi=110)
+            axis.set_xlim(-0.6, len(x) - 0.4)
+            axis.tick_params(axis="x", length=0)
+            axis.spines.bottom.set_visible(False)
+        for bound in (low, high):
+            ratio.axhline(bound, color=common.RED, linewidth=1, linestyle=":")
+        ratio.set_ylim(low - 0.03, high + 0.03)
+        tokens = [token.strip() or "\N{OPEN BOX}" for token in sample["token"]]
+        ratio.set_xticks(x, tokens, rotation=60, family="DejaVu Sans Mono")
+        reward.set_title(f"{name}\nreward minus KL penalty")
+        values.set_title("value and return")
+        advantage.set_title("whitened advantage")
+        ratio.set_title("ratio after the updates, and the clip range")
+    common.label_ends(values, ends)
+    common.save_picture(figure, common.PICTURES / "anatomy.png")
 
 
 def main():
+    if sys.argv[1:] == ["plot"]:
+        return draw()
     args = tyro.cli(ppo_llm.Args)
     episodes, experience, folder = run(args)
     tokenizer = ppo_llm.HFTokenizer(folder / "model")
@@ -95,7 +110,9 @@ def main():
         print(f"\n{titles[-1]}\n")
         text, *numbers = samples[-1].values()
         common.table(samples[-1], zip(text, *([f"{x:.3f}" for x in column] for column in numbers)))
-    draw(samples, titles, args)
+    clip_range = [1 - args.clip_low, 1 + args.clip_high]
+    RESULTS.write_text(json.dumps({"clip_range": clip_range, "titles": titles, "samples": samples}) + "\n")
+    draw()
 
 
 if __name__ == "__main__":

@@ -100,11 +100,15 @@ STYLE = {
 
 
 def new_picture(title: str, height: float, *grid, **options):
-    """A figure of this height in inches, and its axes. `grid` and `options` are arguments of plt.subplots."""
+    """A figure of this height in inches, and its axes.
+
+    The other arguments are those of plt.subplots, or of plt.subplot_mosaic if the first is a list of rows.
+    """
     import matplotlib.pyplot as plt
 
     plt.rcParams.update(STYLE)
-    figure, axes = plt.subplots(*grid, figsize=(PICTURE_WIDTH, height), layout="constrained", **options)
+    make = plt.subplot_mosaic if grid and isinstance(grid[0], list) else plt.subplots
+    figure, axes = make(*grid, figsize=(PICTURE_WIDTH, height), layout="constrained", **options)
     figure.suptitle(balanced(title, TITLE_CHARACTERS), x=0.012, ha="left")
     return figure, axes
 

@@ -221,7 +221,7 @@ def report() -> None:
 
 def plot() -> None:
     """What the critic learns at two learning rates, and the answers, in the runs of data/critic.jsonl."""
-    title = "With a rate of 1e-5 the critic learns nothing, and with 1e-4 the answers are hardly any better"
+    title = "A rate of 1e-5 is too low for the critic, but with 1e-4 the answers are hardly any better"
     figure, axes = common.new_picture(title, 4.6, 2, 2, sharex=True)
     runs = common.read_lines(common.DATA / "critic.jsonl")
     for (explained, right), task in zip(axes, ("sums", "largest")):

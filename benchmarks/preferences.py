@@ -25,7 +25,7 @@ import warnings
 from pathlib import Path
 
 import common
-import matplotlib.pyplot as plt
+import numpy as np
 import tasks
 import torch
 import torch.nn.functional as F
@@ -164,8 +164,7 @@ def ppo(folder: str, count: int, kl_coef: float, seed: int) -> None:
 
 def plot() -> None:
     runs = sorted(common.read_lines(RESULTS), key=lambda run: [run[name] for name in ("pairs", "kl_coef", "seed")])
-    colors = {}
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    curves = collections.defaultdict(list)  # of the runs with 300 pairs, by the weight of the KL
     common.table(["pairs", "KL weight", "seed", "KL, nats", "learned reward: first, last",
                   "true reward: first, best, last", "explained variance, middle half"])  # fmt: skip
     for run in runs:
@@ -173,19 +172,13 @@ def plot() -> None:
         parts = [rows[k : k + MEAN_OF] for k in range(0, len(rows), MEAN_OF)]
         kl, true, learned = ([statistics.mean(row[f"objective/{name}"] for row in part) for part in parts]
                              for name in ("kl", "true_reward", "reward_model"))  # fmt: skip
-        setting = f"{run['pairs']:,} pairs, KL weight {run['kl_coef']:g}"
-        label = None if setting in colors else setting  # seeds share a color and a line of the legend
-        color = colors.setdefault(setting, f"C{len(colors)}")
-        axes[0].plot(kl, learned, "o-", color=color, markersize=3, label=label)
-        axes[1].plot(kl, true, "o-", color=color, markersize=3)
+        if run["pairs"] == 300:
+            curves[run["kl_coef"]].append((kl, learned, true))
         middle = rows[len(rows) // 4 : len(rows) - len(rows) // 4]
         explained = statistics.mean(row["critic/explained_variance"] for row in middle)
         common.line([run["pairs"], run["kl_coef"], run["seed"], f"{kl[-1]:.1f}", f"{learned[0]:.2f}, {learned[-1]:.2f}",
                      f"{true[0]:.2f}, {max(true):.2f}, {true[-1]:.2f}", f"{explained:.2f}"])  # fmt: skip
-    axes[0].set(xlabel="KL to the reference, nats", ylabel="learned reward, standard deviations")
-    axes[1].set(xlabel="KL to the reference, nats", ylabel="true reward, -1 to 1")
-    axes[0].legend(fontsize=7)
-    figure.savefig(common.PICTURES / "preferences.png", dpi=110)
+    draw(curves)
     print()
     common.table(["pairs", "KL weight", "iteration", "prompt", "answer", "learned", "true"])
     for run in runs:
@@ -194,6 +187,22 @@ def plot() -> None:
                 common.line([run["pairs"], run["kl_coef"], answer["iteration"], answer["prompt"],
                              answer["response"].replace("\n", " ").replace("|", "/"), f"{answer['reward']:.2f}",
                              f"{sentiment(answer['response']):.2f}"])  # fmt: skip
+
+
+def draw(curves: dict[float, list]) -> None:
+    title = "The learned and the true reward rise together, although the reward model is often wrong"
+    figure, axes = common.new_picture(title, 3.6, 1, 2)
+    names = "learned reward, standard deviations", "true reward, from -1 to 1"
+    for axis, name, column in zip(axes, names, (1, 2)):
+        for (weight, seeds), color in zip(curves.items(), (common.RED, common.INK, common.BLUE)):
+            for seed in seeds[1:] and seeds:
+                axis.plot(seed[0], seed[column], color=color, linewidth=0.7, alpha=0.6)
+            kl, reward = (np.median([seed[i] for seed in seeds], axis=0) for i in (0, column))
+            axis.plot(kl, reward, "o-", color=color, markersize=3.5)
+            place = {"xytext": (-6, 3), "ha": "right"} if weight > 0.01 else {"xytext": (0, -16), "ha": "right", "va": "top"}
+            axis.annotate(f"KL x {weight:g}", (kl[-1], reward[-1]), textcoords="offset points", color=color, **place)
+        axis.set(title=name, xlabel="KL to the reference, nats per response", xlim=(0, None))
+    common.save_picture(figure, common.PICTURES / "preferences.png")
 
 
 def is_on_topic(prompt: str, answer: str) -> bool:

@@ -3,6 +3,7 @@
     python benchmarks/rollout.py              # CPU, one thread, 28 minutes; also draws pictures/occupancy.png
     python benchmarks/rollout.py cuda         # a 0.5B shape in bfloat16, 64 and 256 slots
     python benchmarks/rollout.py cpu constant # only lengths of these names
+    python benchmarks/rollout.py picture      # pictures/occupancy.png alone, from one pair of runs, a minute
     python benchmarks/rollout.py smoke        # a few seconds: does it run
 
 Prints tokens per second, decode steps, occupancy and ratios for five distributions of lengths; tokens per second and
@@ -170,27 +171,33 @@ class Bench:
 
 
 def plot(runs: dict, slots: int) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
-    for name, run in runs.items():
-        seconds, rows = zip(*run["trace"], strict=True)
-        label = f"{name}: {run['occupancy']:.0%} occupied"
-        axes.step(seconds, rows, where="pre", label=label, linewidth=1)
-    axes.set(xlabel="seconds", ylabel=f"rows that decode, of {slots}", ylim=(0, slots * 1.05))
-    axes.legend(loc="upper right")
-    figure.savefig(PICTURES / "occupancy.png", dpi=110)
+    busy = {name: f"{100 * run['occupancy']:.0f} %" for name, run in runs.items()}
+    title = f"Continuous batching keeps {busy['continuous']} of the rows busy, and waves keep {busy['waves']}"
+    figure, axes = common.new_picture(title, 3.8, 2, 1, sharex=True, sharey=True)
+    names = {"waves": ("waves", common.ORANGE), "continuous": ("continuous batching", common.BLUE)}
+    for axis, (side, run) in zip(axes, runs.items()):
+        (name, color), (seconds, rows) = names[side], zip(*run["trace"], strict=True)
+        axis.fill_between(seconds, rows, step="pre", color=color, linewidth=0)
+        axis.set_title(f"{name}: rows that decode, of {slots}; {run['steps']:,} steps", color=color)
+        axis.set(ylim=(0, slots), yticks=range(0, slots + 1, slots // 4), xlim=(0, None))
+    axes[-1].set_xlabel("seconds")
+    common.save_picture(figure, PICTURES / "occupancy.png")
 
 
 def main():
     mode = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    settings, chosen = {"cpu": CPU, "cuda": CUDA, "smoke": SMOKE}[mode], sys.argv[2:] or LENGTHS
+    settings = {"cpu": CPU, "picture": CPU, "cuda": CUDA, "smoke": SMOKE}[mode]
+    chosen = sys.argv[2:] or LENGTHS
     if unknown := set(chosen) - set(LENGTHS):
         sys.exit(f"unknown lengths {', '.join(unknown)}; there are {', '.join(LENGTHS)}")
-    if mode == "cpu":
+    if mode in ("cpu", "picture"):
         torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     bench = Bench(**settings)
+    if mode == "picture":
+        [(slots, waves)] = settings["runs"]
+        lengths = common.forced_lengths("log-normal", slots * waves, settings["mean"], settings["longest"])
+        return plot(bench.run_both(lengths, slots), slots)
     pairs, sizes = settings["pairs"], ", ".join(f"{key} {value}" for key, value in settings["shape"].items())
     print(f"{sizes}; {settings['dtype']}, prompts of {settings['prompt']} tokens, responses of at most "
           f"{settings['longest']}; {common.hardware(transformers, device=bench.device)}; {pairs} pairs of runs for "
