@@ -1,84 +1,155 @@
-"""The default task: accuracy on held-out prompts over samples, five seeds, with responses of the first one.
+"""Three small tasks that the built-in model learns: sorting digits (the default task), sequences, guessing a number.
 
-    python benchmarks/learning_curve.py            # runs the seeds, ten minutes of one core
-    python benchmarks/learning_curve.py 1 3        # some seeds
-    python benchmarks/learning_curve.py plot       # of what is there
+    python benchmarks/learning_curve.py                # the default task, five seeds, ten minutes of one core
+    python benchmarks/learning_curve.py default 1 3    # some seeds
+    python benchmarks/learning_curve.py sequences      # three seeds of three runs, half an hour
+    python benchmarks/learning_curve.py guess          # three seeds, ten minutes
+    python benchmarks/learning_curve.py plot           # prints tables and draws pictures of the runs that are there
 
-Prints a table and draws pictures/learning_curve.png. The runs evaluate every 20 iterations, which does not change the
-training. They stay in runs/learning_curve.
+Adds the runs to data/learning_curve.jsonl, and draws pictures/learning_curve.png, sequences.png and guess_number.png.
+The runs of the default task evaluate every 20 iterations, which does not change the training.
 """
 
 import json
+import shlex
+import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import common
-import matplotlib.pyplot as plt
-from common import ROOT, ppo_llm
+import numpy as np
+from common import BLUE, INK, ORANGE, RED, ROOT
+from experiments import MEAN_OF, SAMPLES, mean_columns
 
-EVERY = 20  # iterations
-RUNS = Path("runs/learning_curve")
-
-
-def curve(folder: Path) -> list[tuple[int, dict]]:
-    """(samples, evaluation) of a run."""
-    summary, per_iteration = json.loads((folder / "summary.json").read_text()), ppo_llm.Args().rollout_batch_size
-    points = [(0, summary["eval_before"])]
-    for row in common.read_lines(folder / "metrics.jsonl"):
-        evaluation = {name.removeprefix("eval/"): row[name] for name in row if name.startswith("eval/")}
-        if evaluation:
-            points.append((row["iteration"] * per_iteration, evaluation))
-    return [*points, (summary["iterations"] * per_iteration, summary["eval_after"])]
-
-
-def table(folders: list[Path]) -> None:
-    print(common.hardware())
-    common.table(["seed", "sampled before", "sampled after", "greedy before", "greedy after", "samples to 90 %",
-                  "seconds"])  # fmt: skip
-    for folder in folders:
-        points = curve(folder)
-        ends = [f"{points[i][1][kind]:.1%}" for kind in ("accuracy", "greedy_accuracy") for i in (0, -1)]
-        reached = [samples for samples, evaluation in points if evaluation["accuracy"] >= 0.9]
-        seconds = json.loads((folder / "summary.json").read_text())["seconds"]
-        common.line([folder.name, *ends, f"{reached[0]:,}" if reached else "-", f"{seconds:.0f}"])
+RESULTS = common.DATA / "learning_curve.jsonl"
+DENSE = "--env-id benchmarks.tasks:Dense-v0 --max-new-tokens 7 --kl-coef 0.02 --gamma 0.5"
+TASKS = {  # {task: {run: flags}}
+    "default": {"default": "--eval-every 20"},
+    "sequences": {
+        "dense": DENSE,
+        "dense, constant baseline": f"{DENSE} --critic-epochs 0",
+        "at the end": "--env-id benchmarks.tasks:AtEnd-v0 --max-new-tokens 7 --kl-coef 0.02",
+    },
+    "guess": {"guess": "--env-id benchmarks.tasks:GuessNumber-v0 --max-new-tokens 24"},
+}
+SEEDS = {"default": range(1, 6), "sequences": range(1, 4), "guess": range(1, 4)}
+COLUMNS = {"objective/reward": "reward", "objective/accuracy": "accuracy", "objective/response_tokens": "tokens"}
+SHOWN = 1, 40, 270  # iterations whose first logged sample is shown
+BINARY_SEARCH = 2.625  # guesses on average: 1, 2, 4 and 1 of 8 numbers are found at the first to the fourth guess
 
 
-def draw(folders: list[Path]) -> None:
-    figure, (axes, text) = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained", width_ratios=[3, 2])
-    for folder in folders:
-        samples, evaluations = zip(*curve(folder))
-        for kind, label, color in ("accuracy", "sampled", "C0"), ("greedy_accuracy", "greedy", "C1"):
-            right = [100 * evaluation[kind] for evaluation in evaluations]
-            axes.plot(samples, right, color=color, linewidth=1, label=label if folder == folders[0] else None)
-    axes.set(xlabel="samples", ylabel="held-out prompts right, %", ylim=(-2, 102))
-    axes.legend(loc="lower right", title=f"{len(folders)} seeds")
+def run(name: str, flags: str, seed: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, ROOT / "ppo_llm.py", *shlex.split(flags), "--seed", str(seed), "--save-every", "0",
+                   "--log-dir", folder, "--run-name", "run"]  # fmt: skip
+        subprocess.run(command, check=True, cwd=ROOT)
+        return read(Path(folder, "run"), name, seed)
 
-    rows = common.read_lines(folders[0] / "completions.jsonl")
-    last = rows[-1]["iteration"]
-    iterations = 0, last // 3, last
-    columns = [[row for row in rows if row["iteration"] == iteration] for iteration in iterations]
-    cells = [[f"{row['prompt']}{row['response']}" for row in line] for line in zip(*columns)]
-    names = [f"iteration {iteration + 1}" for iteration in iterations]
-    text.axis("off")
-    grid = text.table(cells, colLabels=names, loc="center", cellLoc="center")
-    for (line, column), cell in grid.get_celld().items():
-        if line:
-            cell.set_text_props(family="monospace")
-            prompt, _, response = cells[line - 1][column].partition("=")
-            cell.set_facecolor("#d5ecd5" if response == "".join(sorted(prompt)) else "#f5dada")
-    grid.scale(1, 1.6)
-    text.set_title("samples of the rollouts", fontsize=10)
-    figure.savefig(common.PICTURES / "learning_curve.png", dpi=110)
+
+def read(folder: Path, name: str, seed: int) -> dict:
+    """What is kept of a run: means of MEAN_OF iterations, evaluations, and samples."""
+    summary = json.loads((folder / "summary.json").read_text())
+    rows, completions = (common.read_lines(folder / f"{x}.jsonl") for x in ("metrics", "completions"))
+    within = [(row["iteration"], {key.removeprefix("eval/"): row[key] for key in row}) for row in rows]
+    evaluations = [(0, summary["eval_before"]), *within, (summary["iterations"], summary["eval_after"])]
+    names = "accuracy", "greedy_accuracy", "reward"
+    first = {row["iteration"] + 1: row for row in reversed(completions)}
+    samples = [[i, first[i]["prompt"], first[i]["response"], first[i]["reward"]] for i in SHOWN if i in first]
+    return {
+        "run": name, "seed": seed, "seconds": round(summary["seconds"]), "columns": mean_columns(rows, COLUMNS),
+        "evaluations": [[i * SAMPLES, *(row[x] for x in names)] for i, row in evaluations if "greedy_accuracy" in row],
+        "samples": samples,
+    }  # fmt: skip
+
+
+def of(name: str) -> list[dict]:
+    """The results of a run, one for each seed."""
+    return sorted((row for row in common.read_lines(RESULTS) if row["run"] == name), key=lambda row: row["seed"])
+
+
+def table() -> None:
+    common.table(["run", "seed", "sampled before", "sampled after", "greedy before", "greedy after", "reward after",
+                  "samples to 90 %", "seconds"])  # fmt: skip
+    for name in (name for runs in TASKS.values() for name in runs):
+        for row in of(name):
+            points = row["evaluations"]
+            ends = [f"{100 * points[i][kind]:.1f} %" for kind in (1, 2) for i in (0, -1)]
+            reached = [point[0] for point in points if point[1] >= 0.9]
+            cells = [*ends, f"{points[-1][3]:.3f}", f"{reached[0]:,}" if reached else "-", row["seconds"]]
+            common.line([name, row["seed"], *cells])
+
+
+def show_sample(axis, text: str, point: tuple[float, float], place: tuple[float, float], color: str) -> None:
+    """The text of a sample at a place of the axes, and a line from there to its point on the curve."""
+    axis.annotate(text, point, place, family="DejaVu Sans Mono", fontsize=9, linespacing=1.35, va="center",
+                  bbox={"facecolor": color, "linewidth": 0, "boxstyle": "round,pad=0.4"},
+                  arrowprops={"arrowstyle": "-", "color": common.GREY, "linewidth": 0.8, "shrinkB": 3})  # fmt: skip
+
+
+def draw_default() -> None:
+    rows = of("default")
+    last = [100 * row["evaluations"][-1][1] for row in rows]
+    title = (f"All five seeds learn to sort five digits: in the end {min(last):.0f} to {max(last):.0f} % of the answers "
+             "to held-out prompts are right")  # fmt: skip
+    figure, axis = common.new_picture(title, 3.9)
+    samples = [point[0] for point in rows[0]["evaluations"]]
+    ends = []
+    for kind, label, color in (2, "greedy", ORANGE), (1, "sampled", BLUE):
+        curves = [[point[kind] for point in row["evaluations"]] for row in rows]
+        ends.append((common.draw_seeds(axis, samples, curves, color), label, color))
+    median = [statistics.median(row["evaluations"][i][1] for row in rows) for i in range(len(samples))]
+    places = (17_000, 0.13), (27_000, 0.45), (51_000, 0.68)
+    for (iteration, prompt, response, reward), place in zip(rows[0]["samples"], places):
+        text = f"iteration {iteration}\n{prompt}{response}\nreward {reward:.1f}"
+        point = iteration * SAMPLES, np.interp(iteration * SAMPLES, samples, median)
+        show_sample(axis, text, point, place, common.FAINT_GREEN if reward == 1 else common.FAINT_RED)
+    axis.set(xlabel="samples", xlim=(0, samples[-1]), ylim=(-0.02, 1.02),
+             title="right answers to held-out prompts, and the first sample that three iterations log")  # fmt: skip
+    common.thousands(axis)
+    common.percent(axis)
+    common.label_ends(axis, ends)
+    common.save_picture(figure, common.PICTURES / "learning_curve.png")
+
+
+def draw_sequences() -> None:
+    title = "Rewards at the digits that earned them are learned, and the same rewards at the end are not"
+    figure, axes = common.new_picture(title, 3.4, 1, 2, sharey=True)
+    for axis, column, name in zip(axes, ("reward", "accuracy"), ("mean reward", "exact answers in the rollouts")):
+        ends = []
+        for label, color in zip(TASKS["sequences"], (BLUE, INK, RED)):
+            curves = [row["columns"][column] for row in of(label)]
+            samples = [SAMPLES * MEAN_OF * (i + 1) for i in range(len(curves[0]))]
+            ends.append((common.draw_seeds(axis, samples, curves, color), label.replace(", ", ",\n"), color))
+        axis.set(xlabel="samples", title=name, xlim=(0, samples[-1]), ylim=(0, 1))
+        common.thousands(axis)
+    common.label_ends(axes[1], ends)
+    common.save_picture(figure, common.PICTURES / "sequences.png")
+
+
+def draw_guess() -> None:
+    figure, axis = common.new_picture("All three seeds learn to guess a number by binary search", 3.4)
+    curves = [[tokens / 2 for tokens in row["columns"]["tokens"]] for row in of("guess")]  # a digit and EOS
+    samples = [SAMPLES * MEAN_OF * (i + 1) for i in range(len(curves[0]))]
+    axis.axhline(BINARY_SEARCH, color=ORANGE, linewidth=1.5, linestyle="--")
+    common.draw_seeds(axis, samples, curves, BLUE)
+    axis.set(xlabel="samples", title="guesses per game, on average", xlim=(0, samples[-1]), ylim=(0, None))
+    common.thousands(axis)
+    common.label_ends(axis, [(BINARY_SEARCH, "binary search", ORANGE)])
+    common.save_picture(figure, common.PICTURES / "guess_number.png")
 
 
 def main():
-    for seed in [] if "plot" in sys.argv else sys.argv[1:] or ["1", "2", "3", "4", "5"]:
-        flags = ["--seed", seed, "--eval-every", str(EVERY), "--save-every", "0", "--log-dir", str(RUNS)]
-        subprocess.run([sys.executable, str(ROOT / "ppo_llm.py"), *flags, "--run-name", seed], check=True)
-    folders = sorted(RUNS.iterdir())
-    table(folders)
-    draw(folders)
+    task, *seeds = sys.argv[1:] or ["default"]
+    for seed in map(int, seeds or SEEDS.get(task, ())):
+        for name, flags in TASKS[task].items():
+            common.add_line(RESULTS, run(name, flags, seed))
+    print(common.hardware())
+    table()
+    for draw, name in (draw_default, "default"), (draw_sequences, "at the end"), (draw_guess, "guess"):
+        if of(name):
+            draw()
 
 
 if __name__ == "__main__":
