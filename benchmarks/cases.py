@@ -40,7 +40,8 @@ class Case:
 
 HEALTHY = Run("healthy")
 CASES = {
-    "healthy": Case("healthy", "A healthy run: the reward rises from the first iterations, and the entropy falls to 0.01",
+    "healthy": Case("healthy",
+                    "A healthy run: the reward rises from the first iterations, and the entropy falls to 0.01",
                     [HEALTHY], [REWARD, ENTROPY, CLIPFRAC, EXPLAINED]),
     "rate": Case("a learning rate ten times too large",
                  "Ten times the learning rate throws the policy far away at once, and the way back is long",

@@ -84,19 +84,31 @@ def compare(mine: dict, references: list[dict]) -> dict:
 
 
 def draw(found: dict, n: int, path: Path):
+    import common  # later than at the top, because the import takes seconds
+
+    left = {name: first for name, (*_, first) in found.items() if first is not None}
+    title = "All metrics are inside their bands"
+    if left:
+        name = min(left, key=left.get)
+        title = f"{name} is the first metric to leave its band, at iteration {n * left[name] + 1}"
     try:
-        import matplotlib.pyplot as plt
+        figure, axes = common.new_picture(title, 7.6, 4, 3)
     except ImportError:
         return print("\nno picture without matplotlib (pip install matplotlib)")
-    figure, axes = plt.subplots(3, 4, figsize=(14, 8), layout="constrained")
     for axis, (name, (curve, mean, width, first)) in zip(axes.flat, found.items(), strict=False):
         x = n * (np.arange(len(mean)) + 0.5)
-        axis.fill_between(x, mean - width, mean + width, color="0.85")
-        axis.plot(x, mean, color="0.5")
-        axis.plot(x[: len(curve)], curve, color="tab:blue" if first is None else "tab:red")
-        axis.set_title(f"log {name}" if name in LOGARITHMIC else name, fontsize=9)
-    axes.flat[-1].set_axis_off()
-    figure.savefig(path, dpi=100)
+        axis.fill_between(x, mean - width, mean + width, color=common.GREY, alpha=0.3, linewidth=0)
+        axis.plot(x, mean, color=common.GREY, linewidth=1)
+        axis.plot(x[: len(curve)], curve, color=common.BLUE if first is None else common.RED, linewidth=1.5)
+        axis.set_title(f"log {name}" if name in LOGARITHMIC else name)
+    key = axes.flat[-1]
+    key.set_axis_off()
+    for i, (text, color) in enumerate({
+        "grey: the band and the mean": common.GREY, "of the reference runs": common.GREY,
+        "blue: this run, inside": common.BLUE, "red: this run, outside": common.RED,
+    }.items()):  # fmt: skip
+        key.text(0, 0.85 - 0.2 * i, text, color=color)
+    common.save_picture(figure, path)
 
 
 def main(folder: str, task: str | None = None) -> bool:

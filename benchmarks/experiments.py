@@ -79,8 +79,8 @@ EXPERIMENTS = {
     "minibatches": Experiment(
         "How many optimizer steps does one rollout make, and what do more of them buy?",
         [Run("16 samples, 32 steps", "--train-batch-size 16"), Run("64 samples, 8 steps, default"),
-         Run("128 samples, 4 steps", "--train-batch-size 128"), Run("256 samples, 2 steps", "--train-batch-size 256")], "grad_norm",
-        "More optimizer steps per rollout need fewer samples on the default task"),
+         Run("128 samples, 4 steps", "--train-batch-size 128"), Run("256 samples, 2 steps", "--train-batch-size 256")],
+        "grad_norm", "More optimizer steps per rollout need fewer samples on the default task"),
     "ratio": Experiment(
         "Why is my ratio 1?",
         [Run("default", "--num-iterations 5"), Run("critic_warmup", "--num-iterations 5 --critic-warmup-iterations 5"),
@@ -111,8 +111,9 @@ EXPERIMENTS = {
         "A KL weight of up to 0.02 costs nothing, 0.08 costs half of the right answers, and 0.3 costs all"),
     "clip": Experiment(
         "What does clipping do?",
-        [Run("0.2, default"), Run("0.05", "--clip-low 0.05 --clip-high 0.05"), Run("0.2, upwards 0.4", "--clip-high 0.4"),
-         Run("none", "--clip-low 1 --clip-high 1e9"), Run("dual clip 3", "--dual-clip 3")], "approx_kl",
+        [Run("0.2, default"), Run("0.05", "--clip-low 0.05 --clip-high 0.05"),
+         Run("0.2, upwards 0.4", "--clip-high 0.4"), Run("none", "--clip-low 1 --clip-high 1e9"),
+         Run("dual clip 3", "--dual-clip 3")], "approx_kl",
         "Without a clip range the policy moves further per iteration and learns later"),
     "lambda": Experiment(
         "What do lambda and the critic do?",
@@ -261,12 +262,12 @@ def draw_all() -> None:
             changes = [run for run in experiment.runs if "default" not in run.label]
             rows += [(name, run, [each["samples_to_90"] for each in of(run, experiment.seeds)]) for run in changes]
     faster = [run.label for _, run, samples in rows if None not in samples and statistics.median(samples) < min(usual)]
-    assert faster == ["16 samples, 32 steps"], faster
+    assert faster == ["16 samples, 32 steps"], f"the title names other runs than {faster}"
     title = f"Of {len(rows)} changes to the default, only minibatches of 16 samples learn faster"
     figure, axis = common.new_picture(title, 0.19 * len(rows) + 1.2)
     figure.get_layout_engine().set(rect=(0.15, 0, 0.85, 1))  # The names of the experiments are on the left.
     axis.axvspan(min(usual), max(usual), color=common.GREY, alpha=0.3, linewidth=0)
-    for y, (name, run, samples) in enumerate(rows):
+    for y, (name, _, samples) in enumerate(rows):
         if y == 0 or rows[y - 1][0] != name:
             axis.axhline(y - 0.5, color=common.GREY, linewidth=0.8)
             axis.annotate(name, (0.012, y), xycoords=("figure fraction", "data"), va="center", weight="bold",

@@ -15,6 +15,7 @@ FOLDER = ROOT / "docs" / "pictures"
 WIDTH = 700
 SANS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 MONO = "Menlo, Consolas, 'Liberation Mono', 'DejaVu Sans Mono', monospace"
+NOTE = "#5c5c5c"  # the colour of small text
 WHITE, FAINT_ORANGE, FAINT_BLUE, FAINT_GREY = "#ffffff", "#fbe7c8", "#d9e8f5", "#e8e8e4"
 
 
@@ -98,7 +99,7 @@ def iteration() -> str:
     def step(y, number, name, *lines):
         d.text(16, y, f"{number} {name}", bold=True)
         for i, line in enumerate(lines, start=1):
-            d.text(16, y + 17 * i, line.strip("`"), color=GREY, size=12, mono=line.startswith("`"))
+            d.text(16, y + 17 * i, line.strip("`"), color=NOTE, size=12, mono=line.startswith("`"))
 
     def shelf(y):
         d.line(16, y, right, y, color=GRID)
@@ -110,9 +111,9 @@ def iteration() -> str:
     d.box(522, 40, 150, 44, ["environment", "rewards, messages"])
     d.arrow((left + 100, 62), (290, 62))
     d.arrow((440, 55), (522, 55))
-    d.text(481, 49, "response", size=12, anchor="middle", color=GREY)
+    d.text(481, 49, "response", size=12, anchor="middle", color=NOTE)
     d.arrow((522, 71), (440, 71))
-    d.text(481, 86, "message", size=12, anchor="middle", color=GREY)
+    d.text(481, 86, "message", size=12, anchor="middle", color=NOTE)
     d.arrow((365, 84), (365, 106))
     d.arrow((597, 84), (597, 106))
     d.rect(left, 106, right - left, 30, FAINT_BLUE, BLUE)
@@ -147,10 +148,10 @@ def iteration() -> str:
     half = (right - left - 18) / 2
     second = left + half + 18
     d.arrow((left + half / 2, 384), (left + half / 2, 420))
-    d.text(left + half / 2 + 10, 407, "with --critic-lambda", size=12, color=GREY)
+    d.text(left + half / 2 + 10, 407, "with --critic-lambda", size=12, color=NOTE)
     d.arrow((second + half / 2, 384), (second + half / 2, 420))
-    d.text(second + half / 2 + 10, 400, "with --gae-lambda,", size=12, color=GREY)
-    d.text(second + half / 2 + 10, 415, "then whitened", size=12, color=GREY)
+    d.text(second + half / 2 + 10, 400, "with --gae-lambda,", size=12, color=NOTE)
+    d.text(second + half / 2 + 10, 415, "then whitened", size=12, color=NOTE)
     d.box(left, 420, half, 30, ["`returns"], FAINT_BLUE, BLUE)
     d.box(second, 420, half, 30, ["`advantages"], FAINT_BLUE, BLUE)
     d.line(16, 472, right, 472, color=BLUE, dashes="6 4", width=1.5)
@@ -223,7 +224,7 @@ def sample() -> str:
     def label(y, name, *more):
         d.text(16, y, name, mono=True, size=12)
         for i, line in enumerate(more, start=1):
-            d.text(16, y + 15 * i, line, color=GREY, size=12)
+            d.text(16, y + 15 * i, line, color=NOTE, size=12)
 
     def row(y, numbers, form):
         for t, number in enumerate(numbers):
@@ -242,7 +243,7 @@ def sample() -> str:
     label(58, "index t")
     label(88, "tokens")
     for t, (token, fill) in enumerate(tokens):
-        d.text(center(t), 58, str(t), size=12, anchor="middle", color=GREY, mono=True)
+        d.text(center(t), 58, str(t), size=12, anchor="middle", color=NOTE, mono=True)
         d.rect(x(t) + 2, 70, size - 4, 26, fill, ORANGE if fill == FAINT_ORANGE else GREY)
         d.text(center(t), 87.5, token, size=12, anchor="middle", mono=True)
     label(122, "mask")
@@ -281,10 +282,10 @@ def sample() -> str:
     row(452, advantages[0], "{:.1f}".format)
     for a, b in zip(sampled[:0:-1], sampled[-2::-1]):
         d.arrow((center(a) - 4, 482), (center(a) - 4, 498), (center(b) + 4, 498), (center(b) + 4, 482), color=BLUE)
-    d.text(x(T) - 2, 516, "GAE goes from the last sampled token to the first, and skips the message", size=12, anchor="end",
-           color=BLUE)  # fmt: skip
-    d.text(16, 541, "All tensors have the shape [N, T]. T is the length of the longest sample. Gamma and both lambdas are "
-           "1 here.", size=12, color=GREY)  # fmt: skip
+    order = "GAE goes from the last sampled token to the first, and skips the message"
+    d.text(x(T) - 2, 516, order, size=12, anchor="end", color=BLUE)
+    shape = "All tensors have the shape [N, T]. T is the length of the longest sample."
+    d.text(16, 541, f"{shape} Gamma and both lambdas are 1 here.", size=12, color=NOTE)
     return d.svg()
 
 

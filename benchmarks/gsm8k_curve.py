@@ -63,7 +63,8 @@ def sample(axes, samples: list[dict], iteration: int, share: float) -> None:
     lines = [textwrap.fill(line, CHARACTERS) for line in response.split("\n") if line.strip()]
     color, word = (common.FAINT_GREEN, "right") if first["reward"] == 1 else (common.FAINT_RED, "wrong")
     axes.axis("off")
-    axes.set_title(f"the first sample of iteration {iteration + 1} is {word}\n({100 * share:.0f} % of its samples are right)")
+    share = f"{100 * share:.0f} % of its samples are right"
+    axes.set_title(f"the first sample of iteration {iteration + 1} is {word}\n({share})")
     axes.text(0.01, 0.98, "\n".join([textwrap.fill(question, CHARACTERS), "", *lines]), fontsize=7.5, va="top",
               transform=axes.transAxes, parse_math=False, in_layout=False,
               bbox={"facecolor": color, "linewidth": 0})  # fmt: skip
@@ -82,8 +83,8 @@ def main():
         table(evaluations, rows)
         curve(axes["curve"], evaluations, rows, color)
         axes["curve"].text(74, height, label, color=color, ha="right", va="center")
-    axes["curve"].set(xlabel="iterations", xlim=(-1, 75), ylim=(0, 0.5),
-                      title="right answers: thick to test problems, greedy; thin to training problems, sampled")  # fmt: skip
+    name = "right answers: thick to test problems, greedy; thin to training problems, sampled"
+    axes["curve"].set(xlabel="iterations", xlim=(-1, 75), ylim=(0, 0.5), title=name)
     common.percent(axes["curve"])
     rows, samples = (common.read_lines(folders[0] / f"{name}.jsonl") for name in ("metrics", "completions"))
     for name, iteration in ("first", 0), ("last", len(rows) - 1):

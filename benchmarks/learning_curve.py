@@ -91,8 +91,8 @@ def show_sample(axis, text: str, point: tuple[float, float], place: tuple[float,
 def draw_default() -> None:
     rows = of("default")
     last = [100 * row["evaluations"][-1][1] for row in rows]
-    title = (f"All five seeds learn to sort five digits: in the end {min(last):.0f} to {max(last):.0f} % of the answers "
-             "to held-out prompts are right")  # fmt: skip
+    shares = f"{min(last):.0f} to {max(last):.0f} %"
+    title = f"All five seeds learn to sort digits: in the end {shares} of the answers to held-out prompts are right"
     figure, axis = common.new_picture(title, 3.9)
     samples = [point[0] for point in rows[0]["evaluations"]]
     ends = []

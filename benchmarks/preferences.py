@@ -199,8 +199,9 @@ def draw(curves: dict[float, list]) -> None:
                 axis.plot(seed[0], seed[column], color=color, linewidth=0.7, alpha=0.6)
             kl, reward = (np.median([seed[i] for seed in seeds], axis=0) for i in (0, column))
             axis.plot(kl, reward, "o-", color=color, markersize=3.5)
-            place = {"xytext": (-6, 3), "ha": "right"} if weight > 0.01 else {"xytext": (0, -16), "ha": "right", "va": "top"}
-            axis.annotate(f"KL x {weight:g}", (kl[-1], reward[-1]), textcoords="offset points", color=color, **place)
+            offset = (-6, 3) if weight > 0.01 else (0, -24)
+            axis.annotate(f"KL x {weight:g}", (kl[-1], reward[-1]), offset, textcoords="offset points", color=color,
+                          ha="right")  # fmt: skip
         axis.set(title=name, xlabel="KL to the reference, nats per response", xlim=(0, None))
     common.save_picture(figure, common.PICTURES / "preferences.png")
 

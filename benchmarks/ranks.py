@@ -3,6 +3,7 @@
     python benchmarks/ranks.py           # up to 4 ranks
     python benchmarks/ranks.py many      # 8 and 16, many more than cores: does it start, agree and end
     python benchmarks/ranks.py real DIR  # two, a Hugging Face checkpoint and a few sums
+    python benchmarks/ranks.py plot      # draws pictures/decoupled.png from data/rollout_ranks.json
 
 Prints the largest differences from the first run, and seconds.
 Actor and critic are apart in a copy of the script with forks/critic_ranks.patch, which adds the flag --critic-ranks.
@@ -20,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import common
 import safetensors.torch
 from common import ROOT, hardware, line, patched_script, read_lines, table
 
@@ -65,7 +67,34 @@ def results(folder: Path):
     return numbers(rows), texts, safetensors.torch.load_file(folder / "model" / "model.safetensors")
 
 
+def plot() -> None:
+    """Three iterations of the default task on two ranks. Blanks are waiting and exchange."""
+    rows = json.loads((common.DATA / "rollout_ranks.json").read_text())["spans"]
+    title = "If one rank samples while the other one updates, an iteration takes about half the time"
+    figure, axes = common.new_picture(title, 4.2, 2, 1)
+    places = [("both", 1), ("both", 0), ("apart", 1), ("apart", 0)]
+    names = ["both ranks do both: rank 1", "rank 0", "one samples: rank 1", "one updates: rank 0"]
+    colors = {"sample": common.SKY, "update": common.ORANGE}
+    answers = {"fast": "environments that answer at once", "slow": "environments that answer after a second"}
+    for axis, (kind, answer) in zip(axes, answers.items()):
+        for row in rows:
+            if row["environments"] == kind:
+                y = places.index((row["placement"], row["rank"]))
+                for start, end in row["spans"]:
+                    axis.barh(y, end - start, left=start, color=colors[row["what"]], height=0.7)
+                start, end = row["spans"][0]
+                if end - start > (0.5 if kind == "slow" else 0.2):  # The bar is wide enough for its name.
+                    axis.text((start + end) / 2, y, row["what"], ha="center", va="center", fontsize=8)
+        axis.set(title=answer, yticks=range(4), yticklabels=names, ylim=(3.5, -0.5), xlim=(0, None))
+        axis.axhline(1.5, color=common.GREY, linewidth=0.8)
+        axis.grid(visible=False)
+    axes[1].set_xlabel("seconds")
+    common.save_picture(figure, common.PICTURES / "decoupled.png")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["plot"]:
+        return plot()
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     print(f"{os.cpu_count()} cores, {hardware()}\n")
     table(["run", "same responses", "largest difference of a metric", "of a weight", "start, s", "the rest, s"])

@@ -108,3 +108,12 @@ def test_metrics_of_the_pages_are_logged(ppo, tmp_path):
         named = set(re.findall(rf"`((?:{'|'.join(kinds)})/[a-z0-9_]+)`", text))
         assert named - {"ratio/early_stop_kl"} <= logged  # it did not stop early
     assert {name for name in logged if re.match("actor|critic|objective|ratio", name)} <= named  # by the table
+
+
+def test_the_drawings_are_those_of_their_script():
+    sys.path.append(str(ROOT / "benchmarks"))
+    import figures
+
+    assert {path.stem for path in figures.FOLDER.glob("*.svg")} == figures.DRAWINGS.keys()
+    for name, draw in figures.DRAWINGS.items():
+        assert (figures.FOLDER / f"{name}.svg").read_text() == draw()
