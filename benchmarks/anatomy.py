@@ -62,7 +62,9 @@ def draw() -> None:
     samples, (low, high) = data["samples"], data["clip_range"]
     i = min(range(len(samples[0]["token"]) - 1), key=samples[0]["advantage"].__getitem__)
     token, before, after = samples[0]["token"][i].strip(), *samples[0]["value"][i : i + 2]
-    title = f'One token gets the blame: after "{token}" the critic\'s value falls from {before:.1f} to {after:.1f}'
+    title = "One iteration of PPO, token by token"
+    if before - after > 0.3:
+        title = f'One token gets the blame: after "{token}" the critic\'s value falls from {before:.1f} to {after:.1f}'
     width = [max(4, len(sample["token"])) for sample in samples]
     figure, axes = common.new_picture(title, 6.4, 4, len(samples), sharey="row", width_ratios=width)
     for (reward, values, advantage, ratio), sample, name in zip(axes.T, samples, data["titles"]):
@@ -83,7 +85,8 @@ def draw() -> None:
             axis.spines.bottom.set_visible(False)
         for bound in (low, high):
             ratio.axhline(bound, color=common.RED, linewidth=1, linestyle=":")
-        ratio.set_ylim(low - 0.03, high + 0.03)
+        ratios = [low, high, *(x for each in samples for x in each["ratio"])]
+        ratio.set_ylim(min(ratios) - 0.03, max(ratios) + 0.03)
         tokens = [token.strip() or "\N{OPEN BOX}" for token in sample["token"]]
         ratio.set_xticks(x, tokens, rotation=60, family="DejaVu Sans Mono")
         reward.set_title(f"{name}\nreward minus KL penalty")

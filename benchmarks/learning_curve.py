@@ -6,8 +6,9 @@
     python benchmarks/learning_curve.py guess          # three seeds, ten minutes
     python benchmarks/learning_curve.py plot           # prints tables and draws pictures of the runs that are there
 
-Adds the runs to data/learning_curve.jsonl, and draws pictures/learning_curve.png, sequences.png and guess_number.png.
-The runs of the default task evaluate every 20 iterations, which does not change the training.
+Adds the runs to data/learning_curve.jsonl, where the newest run of a seed counts. Draws pictures/learning_curve.png,
+sequences.png and guess_number.png. The runs of the default task evaluate every 20 iterations, which does not change the
+training.
 """
 
 import json
@@ -65,8 +66,9 @@ def read(folder: Path, name: str, seed: int) -> dict:
 
 
 def of(name: str) -> list[dict]:
-    """The results of a run, one for each seed."""
-    return sorted((row for row in common.read_lines(RESULTS) if row["run"] == name), key=lambda row: row["seed"])
+    """The newest results of a run, one for each seed."""
+    newest = {row["seed"]: row for row in common.read_lines(RESULTS) if row["run"] == name}
+    return [newest[seed] for seed in sorted(newest)]
 
 
 def table() -> None:
