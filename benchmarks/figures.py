@@ -163,19 +163,18 @@ def iteration() -> str:
     d.arrow((left + half / 2, 450), (left + half / 2, 498))
     d.arrow((second + half / 2, 450), (second + half / 2, 498))
     cards = [
-        (left, "critic", "newvalues", ["value_loss(newvalues,", "  mb.values, mb.returns)", "optimizer_step(critic)"]),
-        (second, "actor", "newlogprobs",
+        (left, "critic", "critic epochs come first", "newvalues",
+         ["value_loss(newvalues,", "  mb.values, mb.returns)", "optimizer_step(critic)"]),
+        (second, "actor", "actor epochs come second", "newlogprobs",
          ["policy_loss(newlogprobs,", "  mb.old_logprobs, mb.advantages)", "optimizer_step(actor)"]),
     ]  # fmt: skip
-    for x, model, output, lines in cards:
+    for x, model, heading, output, lines in cards:
         d.rect(x, 498, half, 112, FAINT_ORANGE, ORANGE)
-        d.text(x + 12, 518, f"{model} epochs: the {model} trains", bold=True)
+        d.text(x + 12, 518, heading, bold=True)
         d.text(x + 12, 542, output, size=12, mono=True)
         d.text(x + 20 + 7.3 * len(output), 542, f"by the {model} as it is now", size=12)
         for i, line in enumerate(lines):
             d.text(x + 12, 562 + 18 * i, line, size=12, mono=True)
-
-    d.arrow((left + half, 554), (second, 554))
 
     # --- 5. Hand-over.
     step(652, 5, "Hand-over")
