@@ -2643,7 +2643,8 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
     with torch.device("meta"):
         model = Transformer(config, head, args.activation_checkpointing, args.compile)
     if sampler:
-        model.to(getattr(torch, args.dtype))
+        for p in model.parameters():
+            p.data = p.data.to(getattr(torch, args.dtype))
     else:
         if args.compile == "on":
             for block in model.model.layers:
