@@ -1,0 +1,1091 @@
+"""The rules that `python tests/exercise.py check NAME` tests: pure functions of a module that is the script or a copy of it.
+
+A rule raises Broken if the module breaks it. It then shows a case that is small enough to be computed by hand.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import tempfile
+import types
+from collections import defaultdict
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import tensor
+
+T, NAN = True, math.nan
+RULES = defaultdict(list)  # {name of an exercise: [(the rule in words, its function)]}
+
+
+class Broken(Exception):
+    """`given` is a dictionary of inputs. `what` says what `expected` and `got` are."""
+
+    def __init__(self, given, expected, got, what="result"):
+        super().__init__(what)
+        self.given, self.expected, self.got, self.what = given, expected, got, what
+
+
+def rule(exercise: str, words: str):
+    def add(function):
+        RULES[exercise].append((words, function))
+        return function
+
+    return add
+
+
+def copied(x):
+    return x.clone() if isinstance(x, torch.Tensor) else x
+
+
+def call(function, given: dict):
+    """function(**given), with copies of the tensors, so that no rule sees what another one changed."""
+    return function(**{name: copied(x) for name, x in given.items()})
+
+
+def same(given: dict, expected, got, what="result", tolerance=1e-4):
+    """Raise Broken unless `got` is `expected`, with its type, shape and dtype."""
+    if not isinstance(expected, torch.Tensor):
+        number = isinstance(expected, float)
+        right = isinstance(got, int | float | torch.Tensor) and math.isclose(
+            float(got), expected, rel_tol=tolerance, abs_tol=tolerance * 0.01) if number else got == expected  # fmt: skip
+        if not right:
+            raise Broken(given, expected, got, what)
+        return
+    if not isinstance(got, torch.Tensor):
+        raise Broken(given, "a tensor", f"{type(got).__name__}: {got!r:.80}", f"type of {what}")
+    if got.shape != expected.shape:
+        raise Broken(given, list(expected.shape), list(got.shape), f"shape of {what}")
+    if got.dtype != expected.dtype:
+        raise Broken(given, expected.dtype, got.dtype, f"dtype of {what}")
+    if not torch.allclose(got.detach().double(), expected.double(), rtol=tolerance, atol=tolerance * 0.1):
+        raise Broken(given, expected, got, what)
+
+
+def holds(condition, given, expected, got, what="result"):
+    if not condition:
+        raise Broken(given, expected, got, what)
+
+
+def unchanged(function, given: dict):
+    """Raise Broken if the function changes one of its inputs in place."""
+    passed = {name: copied(x) for name, x in given.items()}
+    function(**passed)
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor) and not torch.equal(passed[name].nan_to_num(), x.nan_to_num()):
+            raise Broken({name: x}, x, passed[name], f"{name} after the call")
+
+
+def outputs(result, count: int, given, names: str) -> tuple:
+    """The result, if it is a tuple of so many."""
+    if not isinstance(result, tuple) or len(result) != count:
+        raise Broken(given, f"a tuple ({names})", f"{type(result).__name__}: {result!r:.80}", "type of result")
+    return result
+
+
+# === whiten ===
+
+
+def whitened(ppo, x, mask):
+    given = {"x": tensor(x), "mask": tensor(mask)}
+    return given, call(ppo.masked_whiten, given)
+
+
+@rule("whiten", "The whitened numbers of the sampled tokens have mean 0.")
+def _(ppo):
+    given, got = whitened(ppo, [[2.0, 4.0, 9.0]], [[T, T, T]])
+    same(given, tensor([[2.0, 4.0, 9.0]]).shape, got.shape, "shape of result")
+    same(given, 0.0, float(got.sum() / 3), "mean of the result")
+
+
+@rule("whiten", "Their variance is 1, if the sum of squares is divided by the number of tokens minus 1.")
+def _(ppo):
+    given, got = whitened(ppo, [[2.0, 4.0, 9.0]], [[T, T, T]])
+    same(given, 1.0, float((got - got.mean()).square().sum() / 2), "sum of squares / 2")
+
+
+@rule("whiten", "Entries outside the mask do not count, even if they are NaN.")
+def _(ppo):
+    given, got = whitened(ppo, [[2.0, NAN], [4.0, 100.0]], [[T, False], [T, False]])
+    same(given, tensor([-0.7071, 0.7071]), got[:, 0], "result at the sampled tokens", 1e-3)
+
+
+@rule("whiten", "Entries outside the mask become 0.")
+def _(ppo):
+    given, got = whitened(ppo, [[2.0, NAN], [4.0, 100.0]], [[T, False], [T, False]])
+    same(given, tensor([0.0, 0.0]), got[:, 1], "result outside the mask")
+
+
+@rule("whiten", "The statistics are those of all rows together.")
+def _(ppo):
+    given, got = whitened(ppo, [[1.0, 1.0], [3.0, 3.0]], [[T, T], [T, T]])
+    same(given, tensor([[-0.8660, -0.8660], [0.8660, 0.8660]]), got, tolerance=1e-3)
+
+
+@rule("whiten", "Equal numbers become 0 and not NaN. So does a single one.")
+def _(ppo):
+    for mask in [[T, T, T]], [[T, False, False]], [[False, False, False]]:
+        given, got = whitened(ppo, [[5.0, 5.0, 5.0]], mask)
+        same(given, torch.zeros(1, 3), got)
+
+
+@rule("whiten", "Small numbers are whitened like large ones: the constant under the root is no larger than 1e-8.")
+def _(ppo):
+    given, got = whitened(ppo, [[0.002, 0.004, 0.009]], [[T, T, T]])
+    same(given, tensor([[-0.8321, -0.2774, 1.1094]]), got, tolerance=5e-3)
+
+
+@rule("whiten", "The inputs stay as they are.")
+def _(ppo):
+    unchanged(ppo.masked_whiten, {"x": tensor([[2.0, 4.0, 9.0]]), "mask": tensor([[T, T, False]])})
+
+
+# === kl ===
+
+
+def kl_case(ppo, kind, logprobs=(-1.0, -2.0), ref=(-1.5, -1.0)):
+    given = {"logprobs": tensor([logprobs]), "ref_logprobs": tensor([ref]), "kind": kind}
+    return given, call(ppo.kl_estimate, given)
+
+
+@rule("kl", "k1 is log pi - log pi_ref. It is negative where the reference finds the token more likely.")
+def _(ppo):
+    given, got = kl_case(ppo, "k1")
+    same(given, tensor([[0.5, -1.0]]), got)
+
+
+@rule("kl", "k2 is half the square of the log-ratio.")
+def _(ppo):
+    given, got = kl_case(ppo, "k2")
+    same(given, tensor([[0.125, 0.5]]), got)
+
+
+@rule("kl", "k3 is r - 1 - log r with r = pi_ref / pi.")
+def _(ppo):
+    given, got = kl_case(ppo, "k3")
+    same(given, tensor([[0.10653, 0.71828]]), got)
+
+
+@rule("kl", "k3 stays exact where the policies nearly agree: use expm1 instead of exp and - 1.")
+def _(ppo):
+    given, got = kl_case(ppo, "k3", (1e-4, -1e-4), (0.0, 0.0))
+    same({**given, "note": "the expected numbers are in units of 1e-9"}, tensor([[5.0, 5.0]]), got * 1e9, tolerance=0.02)
+
+
+@rule("kl", "On average over the tokens that pi samples, k1 and k3 are KL(pi || pi_ref).")
+def _(ppo):
+    pi, ref = tensor([[0.5, 0.3, 0.2]]), tensor([[0.2, 0.2, 0.6]])
+    kl = float((pi * (pi / ref).log()).sum())
+    for kind in "k1", "k3":
+        given = {"logprobs": pi.log(), "ref_logprobs": ref.log(), "kind": kind}
+        got = float((pi * call(ppo.kl_estimate, given)).sum())
+        same({"pi": pi, "pi_ref": ref, "kind": kind}, kl, got, f"mean of {kind} over pi")
+
+
+@rule("kl", "The gradient of k2 at a token is the log-ratio, so it reaches the log-probs.")
+def _(ppo):
+    logprobs = tensor([[-1.0, -2.0]], requires_grad=True)
+    ref = tensor([[-1.5, -1.0]])
+    ppo.kl_estimate(logprobs, ref, "k2").sum().backward()
+    given = {"logprobs": logprobs.detach(), "ref_logprobs": ref, "kind": "k2"}
+    same(given, tensor([[0.5, -1.0]]), logprobs.grad, "gradient of the log-probs")
+
+
+@rule("kl", "The inputs stay as they are.")
+def _(ppo):
+    for kind in "k1", "k2", "k3":
+        given = {"logprobs": tensor([[-1.0, -2.0]]), "ref_logprobs": tensor([[-1.5, -1.0]]), "kind": kind}
+        unchanged(ppo.kl_estimate, given)
+
+
+# === gae ===
+
+
+def gae(ppo, rewards, values, mask, gamma=1.0, gae_lambda=1.0):
+    given = {"rewards": tensor(rewards), "values": tensor(values), "mask": tensor(mask), "gamma": gamma,
+             "gae_lambda": gae_lambda}  # fmt: skip
+    advantages, returns = outputs(call(ppo.compute_gae, given), 2, given, "advantages, returns")
+    return given, advantages, returns
+
+
+@rule("gae", "The value after the last sampled token is 0.")
+def _(ppo):
+    given, advantages, _ = gae(ppo, [[0.0, 1.0, 0.0]], [[0.0, 0.25, 8.0]], [[False, T, False]])
+    same(given, tensor([[0.0, 0.75, 0.0]]), advantages, "advantages")
+
+
+@rule("gae", "With lambda 0 an advantage is reward + gamma * next value - value.")
+def _(ppo):
+    given, advantages, _ = gae(ppo, [[1.0, 2.0]], [[3.0, 4.0]], [[T, T]], gamma=0.5, gae_lambda=0.0)
+    same(given, tensor([[0.0, -2.0]]), advantages, "advantages")
+
+
+@rule("gae", "The advantage of the next token enters with the factor gamma * lambda.")
+def _(ppo):
+    given, advantages, _ = gae(ppo, [[0.0, 0.0, 1.0]], [[0.0, 0.0, 0.0]], [[T, T, T]], gamma=0.5, gae_lambda=0.4)
+    same(given, tensor([[0.04, 0.2, 1.0]]), advantages, "advantages")
+
+
+@rule("gae", "With gamma and lambda 1 an advantage is the sum of the rewards from there on, minus the value.")
+def _(ppo):
+    given, advantages, _ = gae(ppo, [[1.0, 2.0, 4.0]], [[0.5, 0.25, 3.0]], [[T, T, T]])
+    same(given, tensor([[6.5, 5.75, 1.0]]), advantages, "advantages")
+
+
+@rule("gae", "A token of the environment passes the advantage through unchanged: gamma and lambda count sampled tokens.")
+def _(ppo):
+    given, advantages, _ = gae(ppo, [[0.0, 0.0, 1.0]], [[0.0, 0.0, 0.0]], [[T, False, T]], gamma=0.5, gae_lambda=0.4)
+    same(given, tensor([[0.2, 0.0, 1.0]]), advantages, "advantages")
+
+
+@rule("gae", "The next value is that of the next sampled token, not of a token of the environment.")
+def _(ppo):
+    given, advantages, _ = gae(ppo, [[0.0, 0.0, 0.0]], [[0.0, 8.0, 0.5]], [[T, False, T]], gamma=1.0, gae_lambda=0.0)
+    same(given, tensor([[0.5, 0.0, -0.5]]), advantages, "advantages")
+
+
+@rule("gae", "Rewards and values outside the mask do not count, even if they are NaN.")
+def _(ppo):
+    given, advantages, _ = gae(ppo, [[NAN, 0.0, 5.0, 1.0, NAN]], [[NAN, 0.0, NAN, 0.5, NAN]],
+                               [[False, T, False, T, False]])  # fmt: skip
+    same(given, tensor([[0.0, 1.0, 0.0, 0.5, 0.0]]), advantages, "advantages")
+
+
+@rule("gae", "Each row is a trajectory of its own, and a row without sampled tokens is 0.")
+def _(ppo):
+    given, advantages, _ = gae(ppo, [[1.0, 2.0], [0.0, 1.0], [9.0, 9.0]], [[0.0, 0.0], [0.5, 0.0], [9.0, 9.0]],
+                               [[T, T], [T, T], [False, False]])  # fmt: skip
+    same(given, tensor([[3.0, 2.0], [0.5, 1.0], [0.0, 0.0]]), advantages, "advantages")
+
+
+@rule("gae", "A return is the advantage plus the value at a sampled token.")
+def _(ppo):
+    given, _, returns = gae(ppo, [[0.0, 1.0, 1.0]], [[9.0, 0.5, 0.25]], [[False, T, T]], gamma=1.0, gae_lambda=0.0)
+    same(given, tensor([1.25, 1.0]), returns[0, 1:], "returns of the sampled tokens")
+
+
+@rule("gae", "Returns outside the mask are 0.")
+def _(ppo):
+    given, _, returns = gae(ppo, [[0.0, 1.0, 1.0]], [[9.0, 0.5, 0.25]], [[False, T, False]])
+    same(given, tensor([0.0, 0.0]), returns[0, ::2], "returns outside the mask")
+
+
+@rule("gae", "The inputs stay as they are.")
+def _(ppo):
+    unchanged(ppo.compute_gae, {
+        "rewards": tensor([[0.0, 1.0, 1.0]]), "values": tensor([[9.0, 0.5, 0.25]]),
+        "mask": tensor([[False, T, T]]), "gamma": 0.9, "gae_lambda": 0.8})  # fmt: skip
+
+
+# === surrogate ===
+
+
+def surrogate(ppo, ratio, advantages, low=0.2, high=0.3, dual=None, denom=1, mask=None):
+    ratio = tensor([ratio])
+    given = {"logprobs": ratio.log(), "old_logprobs": torch.zeros_like(ratio), "advantages": tensor([advantages]),
+             "mask": torch.ones_like(ratio) > 0 if mask is None else tensor([mask]), "clip_low": low,
+             "clip_high": high, "dual_clip": dual, "denom": denom}  # fmt: skip
+    loss, stats = outputs(call(ppo.policy_loss, given), 2, given, "loss, statistics")
+    shown = {"ratio": ratio} | {name: x for name, x in given.items() if name not in ("logprobs", "old_logprobs")}
+    same(shown, torch.tensor(0.0).shape, loss.shape, "shape of the loss")
+    return shown, loss, stats
+
+
+def statistic(given, stats, name):
+    if not isinstance(stats, dict) or name not in stats:
+        raise Broken(given, f"an entry {name!r}", stats, "statistics")
+    return float(stats[name])
+
+
+@rule("surrogate", "Where the ratio is 1, the loss of a token is minus its advantage.")
+def _(ppo):
+    given, loss, _ = surrogate(ppo, [1.0], [2.0])
+    same(given, -2.0, float(loss), "loss")
+
+
+@rule("surrogate", "A good token, whose advantage is positive, earns no more than (1 + clip_high) * A.")
+def _(ppo):
+    given, loss, _ = surrogate(ppo, [1.5], [1.0])
+    same(given, -1.3, float(loss), "loss")
+
+
+@rule("surrogate", "A bad token whose ratio has fallen below 1 - clip_low earns no more than (1 - clip_low) * A.")
+def _(ppo):
+    given, loss, _ = surrogate(ppo, [0.5], [-1.0])
+    same(given, 0.8, float(loss), "loss")
+
+
+@rule("surrogate", "The clip never hides that a token got worse: of both objectives the smaller one counts.")
+def _(ppo):
+    given, loss, _ = surrogate(ppo, [0.5, 2.0], [1.0, -1.0])  # a good token less likely, a bad one more likely
+    same(given, -0.5 + 2.0, float(loss), "loss")
+
+
+@rule("surrogate", "The gradient of a log-prob is -ratio * A, or 0 where the clip holds.")
+def _(ppo):
+    ratio, advantages = tensor([[1.0, 1.5, 0.5, 2.0]]), tensor([[1.0, 1.0, 1.0, -1.0]])
+    logprobs = ratio.log().requires_grad_()
+    loss, _ = ppo.policy_loss(logprobs, torch.zeros(1, 4), advantages, ratio > 0, 0.2, 0.3, None, 1)
+    given = {"ratio": ratio, "advantages": advantages, "clip_low": 0.2, "clip_high": 0.3, "denom": 1}
+    holds(loss.requires_grad, given, "a loss with a gradient", "a constant")
+    loss.backward()
+    same(given, tensor([[-1.0, 0.0, -0.5, 2.0]]), logprobs.grad, "gradient of the log-probs")
+
+
+@rule("surrogate", "The loss is the sum over the tokens divided by `denom`, not by their number.")
+def _(ppo):
+    given, loss, _ = surrogate(ppo, [1.0, 1.0], [1.0, 2.0], denom=10)
+    same(given, -0.3, float(loss), "loss")
+
+
+@rule("surrogate", "Tokens outside the mask do not count, even if their advantage is NaN.")
+def _(ppo):
+    given, loss, stats = surrogate(ppo, [1.0, 9.0, NAN], [1.0, 5.0, NAN], mask=[T, False, False])
+    same(given, -1.0, float(loss), "loss")
+    for name in "clipfrac", "approx_kl", "ratio_dev":
+        same(given, 0.0, statistic(given, stats, name), name)
+
+
+@rule("surrogate", "With dual_clip the loss of a token with a negative advantage is at most dual_clip * |A|.")
+def _(ppo):
+    given, loss, _ = surrogate(ppo, [5.0, 2.0], [-1.0, -1.0], dual=3.0)
+    same(given, 3.0 + 2.0, float(loss), "loss")
+
+
+@rule("surrogate", "dual_clip does nothing to a token with a positive advantage.")
+def _(ppo):
+    given, loss, _ = surrogate(ppo, [5.0, 0.01], [1.0, 1.0], dual=3.0)
+    same(given, -1.3 - 0.01, float(loss), "loss")
+
+
+@rule("surrogate", "clipfrac counts the ratios beyond either bound, whatever the advantage, divided by denom.")
+def _(ppo):
+    given, _, stats = surrogate(ppo, [1.0, 1.5, 0.5, 1.25], [1.0, -1.0, 1.0, 1.0], denom=4)
+    same(given, 0.5, statistic(given, stats, "clipfrac"), "clipfrac")
+
+
+@rule("surrogate", "approx_kl is the sum of r - 1 - log r, divided by denom. It is never negative.")
+def _(ppo):
+    given, _, stats = surrogate(ppo, [2.0, 0.5], [1.0, 1.0], denom=2)
+    same(given, 0.25, statistic(given, stats, "approx_kl"), "approx_kl")
+
+
+@rule("surrogate", "ratio_dev is the sum of |r - 1|, divided by denom.")
+def _(ppo):
+    given, _, stats = surrogate(ppo, [1.5, 0.5], [1.0, 1.0], denom=2)
+    same(given, 0.5, statistic(given, stats, "ratio_dev"), "ratio_dev")
+
+
+@rule("surrogate", "The statistics have no gradient.")
+def _(ppo):
+    logprobs = torch.zeros(1, 2, requires_grad=True)
+    x, mask = torch.zeros(1, 2), tensor([[T, T]])
+    _, stats = ppo.policy_loss(logprobs, x, x, mask, 0.2, 0.2, None, 2)
+    wrong = [name for name, number in stats.items() if getattr(number, "requires_grad", False)]
+    holds(not wrong, {}, "no statistic with a gradient", ", ".join(wrong))
+
+
+@rule("surrogate", "A log-ratio of 500 gives a finite loss: log-ratios are clamped to [-20, 20].")
+def _(ppo):
+    logprobs, x = tensor([[500.0, -500.0]], requires_grad=True), torch.zeros(1, 2)
+    loss, _ = ppo.policy_loss(logprobs, x, x - 1, tensor([[T, T]]), 0.2, 0.2, None, 2)
+    loss.backward()
+    finite = bool(loss.isfinite() and logprobs.grad.isfinite().all())
+    holds(finite, {"logprobs": logprobs.detach(), "old_logprobs": x, "advantages": x - 1}, "a finite loss and gradient",
+          f"loss {loss.item()}, gradient {logprobs.grad.tolist()}")  # fmt: skip
+
+
+@rule("surrogate", "The inputs stay as they are.")
+def _(ppo):
+    x = tensor([[0.0, -1.0]])
+    unchanged(ppo.policy_loss, {"logprobs": x, "old_logprobs": x - 0.5, "advantages": x, "mask": tensor([[T, False]]),
+                                "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "denom": 1})  # fmt: skip
+
+
+# === value ===
+
+
+def value_case(ppo, values, old, returns, clip=None, denom=1, mask=None):
+    given = {"values": tensor([values]), "old_values": tensor([old]), "returns": tensor([returns]),
+             "mask": torch.ones(1, len(values)) > 0 if mask is None else tensor([mask]), "clip": clip,
+             "denom": denom}  # fmt: skip
+    return given, call(ppo.value_loss, given)
+
+
+@rule("value", "The loss of a token is half the square of value minus return.")
+def _(ppo):
+    given, loss = value_case(ppo, [3.0], [0.0], [1.0])
+    same(given, 2.0, loss, "loss")
+
+
+@rule("value", "The loss is the sum over the tokens divided by `denom`, not by their number.")
+def _(ppo):
+    given, loss = value_case(ppo, [1.0, 2.0], [0.0, 0.0], [0.0, 0.0], denom=10)
+    same(given, 0.25, loss, "loss")
+
+
+@rule("value", "Tokens outside the mask do not count, even if they are NaN.")
+def _(ppo):
+    for clip in None, 0.5:
+        given, loss = value_case(ppo, [2.0, NAN], [2.0, NAN], [0.0, NAN], clip, mask=[T, False])
+        same(given, 2.0, loss, "loss")
+
+
+@rule("value", "Without a clip the old values do not matter.")
+def _(ppo):
+    given, loss = value_case(ppo, [3.0], [-50.0], [1.0])
+    same(given, 2.0, loss, "loss")
+
+
+@rule("value", "With a clip, a value that moved further than `clip` from the old one is cut there.")
+def _(ppo):
+    given, loss = value_case(ppo, [1.0], [0.0], [1.0], clip=0.5)  # it has reached its target, and is pulled no further
+    same(given, 0.125, loss, "loss")
+
+
+@rule("value", "The larger of the clipped and the unclipped square counts.")
+def _(ppo):
+    given, loss = value_case(ppo, [2.0], [0.0], [0.0], clip=0.5)
+    same(given, 2.0, loss, "loss")
+
+
+@rule("value", "The gradient reaches the values where they are not clipped.")
+def _(ppo):
+    values = tensor([[3.0, 1.0]], requires_grad=True)
+    ppo.value_loss(values, tensor([[3.0, 0.0]]), tensor([[1.0, 1.0]]), tensor([[T, T]]), 0.5, 2).backward()
+    given = {"values": values.detach(), "old_values": [[3.0, 0.0]], "returns": [[1.0, 1.0]], "clip": 0.5, "denom": 2}
+    same(given, tensor([[1.0, 0.0]]), values.grad, "gradient of the values")
+
+
+@rule("value", "The inputs stay as they are.")
+def _(ppo):
+    x = tensor([[3.0, 1.0]])
+    unchanged(ppo.value_loss, {"values": x, "old_values": x + 1, "returns": x - 1, "mask": tensor([[T, False]]),
+                               "clip": 0.5, "denom": 2})  # fmt: skip
+
+
+# === schedule ===
+
+
+def schedule(ppo, first, end_fraction, progress, expected):
+    given = {"first": first, "end_fraction": end_fraction, "progress": progress}
+    same(given, expected, ppo.linear_schedule(**given))
+
+
+@rule("schedule", "At progress 0 the value is `first`.")
+def _(ppo):
+    schedule(ppo, 0.5, 0.1, 0.0, 0.5)
+
+
+@rule("schedule", "At progress 1 the value is first * end_fraction.")
+def _(ppo):
+    schedule(ppo, 0.5, 0.1, 1.0, 0.05)
+
+
+@rule("schedule", "Half way the value is the mean of both ends.")
+def _(ppo):
+    schedule(ppo, 0.5, 0.1, 0.5, 0.275)
+
+
+@rule("schedule", "Beyond progress 1 the value stays at its end.")
+def _(ppo):
+    schedule(ppo, 0.5, 0.1, 1.5, 0.05)
+
+
+@rule("schedule", "An end_fraction of 1 is a constant, and one of 0 ends at 0.")
+def _(ppo):
+    schedule(ppo, 0.5, 1.0, 0.7, 0.5)
+    schedule(ppo, 0.5, 0.0, 1.0, 0.0)
+
+
+# === rewards ===
+
+
+class Table:
+    """A model whose log-prob, or value, of a token is `factor` times its id."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def sampled_logprobs(self, mb, temperature):
+        return self.factor * mb.tokens * mb.mask, torch.zeros(mb.tokens.shape)
+
+    def sampled_values(self, mb):
+        return self.factor * mb.tokens * mb.mask
+
+
+def episode(ppo, ids, rewards, stop="terminated", prompt=1):
+    e = ppo.Episode(0)
+    e.add(ids[:prompt])
+    e.add(ids[prompt:], [-0.1 * i for i in ids[prompt:]])
+    e.rewards = list(map(float, rewards))
+    e.prompt_length, e.stop = prompt, stop
+    return e
+
+
+def arguments(ppo, **changes):
+    return ppo.Args(**{"device": "cpu", "dtype": "float32", "compile": "off", "critic_lambda": 0.0} | changes)
+
+
+def experience_of(ppo, episodes, critic=None, **flags):
+    args = arguments(ppo, **flags)
+    reference = Table(-0.3) if args.kl_coef else None
+    return ppo.make_experience(episodes, Table(-0.1), critic, reference, ppo.TrainState(), args)
+
+
+def two_episodes(ppo):
+    """The first has been cut. It is shorter than the second, as after a longer prompt."""
+    return [episode(ppo, [5, 1, 2], [0, 0, 0.5], "length"), episode(ppo, [5, 1, 2, 3], [0, 0.25, 0, 1])]
+
+
+TWO = {"tokens": [[5, 1, 2], [5, 1, 2, 3]], "sampled": [[0, 1, 1], [0, 1, 1, 1]],
+       "rewards of the environment": [[0, 0, 0.5], [0, 0.25, 0, 1]], "stop": ["length", "terminated"]}  # fmt: skip
+LOGS = {"log pi": [[0, -0.1, -0.2], [0, -0.1, -0.2, -0.3]], "log pi_ref": [[0, -0.3, -0.6], [0, -0.3, -0.6, -0.9]]}
+
+
+def used_rewards(ppo, **flags):
+    """The rewards that the returns are made of: with --critic-lambda 0 and without a critic they are the returns."""
+    return TWO | (LOGS if flags["kl_coef"] else {}) | flags, experience_of(ppo, two_episodes(ppo), **flags)
+
+
+@rule("rewards", "Without a KL and a penalty, the rewards are those of the environment, each at its token.")
+def _(ppo):
+    given, e = used_rewards(ppo, kl_coef=0.0)
+    same(given, tensor([[0.0, 0.0, 0.5, 0.0], [0.0, 0.25, 0.0, 1.0]]), e.returns, "rewards")
+
+
+@rule("rewards", "The reward of a token is reduced by kl_coef * (log pi - log pi_ref) of that token.")
+def _(ppo):
+    given, e = used_rewards(ppo, kl_coef=0.5)
+    same(given, tensor([[0.0, -0.1, 0.3, 0.0], [0.0, 0.15, -0.2, 0.7]]), e.returns, "rewards")
+
+
+@rule("rewards", "The KL is that of the old log-probs, not of those that the sampler recorded.")
+def _(ppo):
+    episodes = two_episodes(ppo)
+    for e in episodes:
+        e.logprobs = [x - 1.0 for x in e.logprobs]
+    e = experience_of(ppo, episodes, kl_coef=0.5)
+    same(TWO | LOGS | {"kl_coef": 0.5}, tensor([[0.0, -0.1, 0.3, 0.0], [0.0, 0.15, -0.2, 0.7]]), e.returns, "rewards")
+
+
+@rule("rewards", "With --kl-loss the KL is a term of the loss, and the rewards have none.")
+def _(ppo):
+    given, e = used_rewards(ppo, kl_coef=0.5, kl_loss="k3")
+    same(given, tensor([[0.0, 0.0, 0.5, 0.0], [0.0, 0.25, 0.0, 1.0]]), e.returns, "rewards")
+
+
+@rule("rewards", "A sample that was cut loses truncation_penalty once, at its last token, which need not be the row's.")
+def _(ppo):
+    given, e = used_rewards(ppo, kl_coef=0.0, truncation_penalty=0.25)
+    same(given, tensor([0.0, 0.0, 0.25, 0.0]), e.returns[0], "rewards of the first sample")
+
+
+@rule("rewards", "A sample that the environment ended loses nothing, even if it ended it early.")
+def _(ppo):
+    episodes = [episode(ppo, [5, 1, 2], [0, 0, 0.5], "truncated"), episode(ppo, [5, 1], [0, 1], "terminated")]
+    given = {"tokens": [[5, 1, 2], [5, 1]], "rewards of the environment": [[0, 0, 0.5], [0, 1]],
+             "stop": ["truncated", "terminated"], "truncation_penalty": 0.25}  # fmt: skip
+    e = experience_of(ppo, episodes, kl_coef=0.0, truncation_penalty=0.25)
+    same(given, tensor([[0.0, 0.0, 0.5], [0.0, 1.0, 0.0]]), e.returns, "rewards")
+
+
+@rule("rewards", "`experience.rewards`, which is logged, contains the penalty but not the KL.")
+def _(ppo):
+    given, e = used_rewards(ppo, kl_coef=0.5, truncation_penalty=0.25)
+    same(given, tensor([[0.0, 0.0, 0.25, 0.0], [0.0, 0.25, 0.0, 1.0]]), e.rewards, "experience.rewards")
+
+
+# === advantages ===
+
+
+def advantage_case(ppo, rewards=(0.5, 1.0), **flags):
+    """Two samples of two tokens, with values 0.1 and 0.2."""
+    episodes = [episode(ppo, [5, 1, 2], [0, 0, reward]) for reward in rewards]
+    flags = {"kl_coef": 0.0, "critic_lambda": 1.0} | flags
+    e = experience_of(ppo, episodes, Table(0.1), **flags)
+    given = {"rewards": [[0, 0, reward] for reward in rewards], "values": [[0, 0.1, 0.2]] * 2,
+             "sampled": [[0, 1, 1]] * 2} | flags  # fmt: skip
+    return given, e
+
+
+@rule("advantages", "`experience.values` are the critic's values of all samples.")
+def _(ppo):
+    given, e = advantage_case(ppo)
+    same(given, tensor([[0.0, 0.1, 0.2]] * 2), e.values, "experience.values")
+
+
+@rule("advantages", "Without a critic the values are 0.")
+def _(ppo):
+    e = experience_of(ppo, two_episodes(ppo), kl_coef=0.0)
+    same(TWO | {"critic": None}, torch.zeros(2, 4), e.values, "experience.values")
+
+
+@rule("advantages", "Returns are made with --critic-lambda, whatever --gae-lambda is, and are not whitened.")
+def _(ppo):
+    given, e = advantage_case(ppo, critic_lambda=0.0, gae_lambda=1.0)
+    same(given, tensor([[0.0, 0.2, 0.5], [0.0, 0.2, 1.0]]), e.returns, "experience.returns")
+
+
+@rule("advantages", "Both use --gamma.")
+def _(ppo):
+    given, e = advantage_case(ppo, gamma=0.5)
+    same(given, tensor([[0.0, 0.25, 0.5], [0.0, 0.5, 1.0]]), e.returns, "experience.returns")
+    same(given, tensor([0.15, 0.3, 0.4, 0.8]).std().item(), e.advantage_std, "experience.advantage_std")
+
+
+@rule("advantages", "Advantages are made with --gae-lambda, whatever --critic-lambda is.")
+def _(ppo):
+    given, e = advantage_case(ppo, critic_lambda=1.0, gae_lambda=0.0)
+    raw = tensor([0.1, 0.3, 0.1, 0.8])  # 0.2 - 0.1 and reward - 0.2
+    same(given, raw.std().item(), e.advantage_std, "experience.advantage_std")
+
+
+@rule("advantages", "Advantages are whitened over the sampled tokens of all samples together.")
+def _(ppo):
+    given, e = advantage_case(ppo)
+    raw = tensor([[0.4, 0.3], [0.9, 0.8]])
+    same(given, (raw - raw.mean()) / raw.std(), e.advantages[:, 1:], "advantages of the sampled tokens")
+    same(given, torch.zeros(2), e.advantages[:, 0], "advantages of the prompt")
+
+
+@rule("advantages", "`experience.advantage_std` is their standard deviation before whitening, over the sampled tokens.")
+def _(ppo):
+    given, e = advantage_case(ppo)
+    same(given, tensor([0.4, 0.3, 0.9, 0.8]).std().item(), e.advantage_std, "experience.advantage_std")
+
+
+@rule("advantages", "Advantages that differ by rounding only become 0. Whitening would make noise of them.")
+def _(ppo):
+    episodes = [episode(ppo, [5, 1, 2], [0, 0, reward]) for reward in (1.0, 1.0 + 2e-7)]
+    e = experience_of(ppo, episodes, kl_coef=0.0)
+    same({"rewards": [[0, 0, 1.0], [0, 0, 1.0 + 2e-7]], "critic": None}, torch.zeros(2, 3), e.advantages, "advantages")
+
+
+# === sampling ===
+
+
+def decoder(ppo, logits, temperature=1.0, noise_scale=1.0, keys=None, length=2, S=6, **changes):
+    """Rows with the newest token at index length - 1, all alive, whose model always gives these logits [B, V]."""
+    B = len(logits)
+    rows = lambda x, dtype=torch.int64: torch.full((B,), x, dtype=dtype)
+    model = types.SimpleNamespace(next_logits=lambda *_: logits.clone())
+    values = dict(
+        sampler=model, cache=None, scratch=S, tokens=torch.zeros(B, S + 1, dtype=torch.int64),
+        logprobs=torch.zeros(B, S + 1), length=rows(length), limit=rows(S), alive=rows(T, torch.bool),
+        noise_keys=ppo.sample_keys(1, 0, range(B)) if keys is None else keys, temperature=tensor(temperature),
+        noise_scale=tensor(noise_scale), stop_ids=tensor([99]))  # fmt: skip
+    return types.SimpleNamespace(**values | changes)
+
+
+@rule("sampling", "At noise_scale 0, which is greedy decoding, the token is the most likely one.")
+def _(ppo):
+    logits = tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
+    d = decoder(ppo, logits, noise_scale=0.0)
+    ppo.sample_token(d, 16)
+    same({"logits": logits, "noise_scale": 0}, tensor([1, 0]), d.tokens[:, 2], "tokens")
+
+
+@rule("sampling", "Tokens come as often as softmax(logits / temperature) says.")
+def _(ppo):
+    row, B = tensor([0.0, 1.0, 2.0, -1.0]), 40_000
+    for temperature in 1.0, 0.5:
+        d = decoder(ppo, row.expand(B, 4).clone(), temperature)
+        ppo.sample_token(d, 16)
+        shares = torch.bincount(d.tokens[:, 2], minlength=4) / B
+        expected = (row / temperature).softmax(0)
+        given = {"logits": row, "temperature": temperature, "rows": B}
+        holds((shares - expected).abs().max() < 0.012, given, expected, shares, "shares of the tokens")
+
+
+@rule("sampling", "The log-prob is that of the token under softmax(logits / temperature), without the noise.")
+def _(ppo):
+    logits = tensor([[0.0, 1.0, 2.0, -1.0]] * 8)
+    d = decoder(ppo, logits, 0.5)
+    ppo.sample_token(d, 16)
+    token = d.tokens[:, 2]
+    expected = (logits / 0.5).log_softmax(-1).gather(1, token[:, None])[:, 0]
+    same({"logits": logits[0], "temperature": 0.5, "sampled tokens": token}, expected, d.logprobs[:, 2], "log-probs")
+
+
+@rule("sampling", "A log-prob is not 0 in greedy decoding either: it is that of the policy.")
+def _(ppo):
+    logits = tensor([[0.0, 1.0]])
+    d = decoder(ppo, logits, noise_scale=0.0)
+    ppo.sample_token(d, 16)
+    same({"logits": logits, "noise_scale": 0}, logits.log_softmax(-1)[:, 1], d.logprobs[:, 2], "log-prob")
+
+
+@rule("sampling", "A row's token depends on its noise key, not on its place in the batch or on earlier calls.")
+def _(ppo):
+    keys, logits = ppo.sample_keys(1, 0, range(16)), torch.zeros(16, 50)
+    both = []
+    for order in torch.arange(16), torch.arange(16).flip(0):
+        d = decoder(ppo, logits, keys=keys[order])
+        ppo.sample_token(d, 16)
+        both.append(d.tokens[:, 2])
+    same({"noise_keys": "16 keys, then the same in reverse"}, both[0], both[1].flip(0), "tokens by key")
+
+
+@rule("sampling", "The noise is another one at the next index of the text.")
+def _(ppo):
+    found = []
+    for length in 2, 3:
+        d = decoder(ppo, torch.zeros(16, 50), length=length)
+        ppo.sample_token(d, 16)
+        found.append(d.tokens[:, length])
+    holds(not torch.equal(*found), {"logits": "all 0", "length": [2, 3]}, "other tokens", found[1], "tokens at index 3")
+
+
+@rule("sampling", "A finished row writes to the scratch position, and the lengths of the others grow by 1.")
+def _(ppo):
+    d = decoder(ppo, tensor([[0.0, 2.0], [0.0, 2.0]]), noise_scale=0.0, alive=tensor([T, False]))
+    ppo.sample_token(d, 16)
+    same({"alive": [T, False], "length": [2, 2]}, tensor([3, 2]), d.length, "length")
+    same({"alive": [T, False], "length": [2, 2]}, tensor([1, 0]), d.tokens[:, 2], "tokens at index 2")
+
+
+# === gradient ===
+
+
+def gradient_case(ppo, d_logprobs, d_entropies, temperature=1.0, logits=((0.0, 1.0, 2.0), (1.0, 1.0, 0.0))):
+    """The weight is the unit matrix, so that the hidden states are the logits before the temperature."""
+    hidden = tensor(logits)
+    return {"hidden": hidden, "weight": torch.eye(3), "targets": tensor([2, 0]), "temperature": temperature,
+            "d_logprobs": tensor(d_logprobs), "d_entropies": tensor(d_entropies)}  # fmt: skip
+
+
+def by_autograd(hidden, weight, targets, temperature, d_logprobs, d_entropies):
+    logits = (hidden @ weight.T).double().requires_grad_()
+    logprobs = (logits / temperature).log_softmax(-1)
+    chosen = logprobs.gather(1, targets[:, None])[:, 0]
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    (chosen * d_logprobs + entropies * d_entropies).sum().backward()
+    return logits.grad.float()
+
+
+def compare_gradient(ppo, *case):
+    given = gradient_case(ppo, *case)
+    got = call(ppo.chunk_gradients, given)
+    same(given, by_autograd(**given), got, "gradient of the logits")
+
+
+@rule("gradient", "The gradient of log p[target] is onehot(target) - p.")
+def _(ppo):
+    compare_gradient(ppo, [1.0, 1.0], [0.0, 0.0])
+
+
+@rule("gradient", "Each row is multiplied by its own d_logprobs.")
+def _(ppo):
+    compare_gradient(ppo, [2.0, -3.0], [0.0, 0.0])
+
+
+@rule("gradient", "The gradient of the entropy H is -p * (log p + H), multiplied by d_entropies.")
+def _(ppo):
+    compare_gradient(ppo, [0.0, 0.0], [1.0, 2.0])
+
+
+@rule("gradient", "p is the softmax of logits / temperature.")
+def _(ppo):
+    given = gradient_case(ppo, [1.0, 1.0], [0.0, 0.0], 0.5)
+    got, expected = call(ppo.chunk_gradients, given), by_autograd(**given)
+    scale = float(got.abs().sum() / expected.abs().sum())
+    same(given, expected, got / scale, "gradient of the logits, up to a factor")
+
+
+@rule("gradient", "The gradient is that of the logits before the division, so it is divided by the temperature.")
+def _(ppo):
+    compare_gradient(ppo, [1.0, 1.0], [0.5, 0.0], 0.5)
+
+
+@rule("gradient", "A row sums to 0, since adding a number to all logits changes nothing.")
+def _(ppo):
+    given = gradient_case(ppo, [1.0, -2.0], [0.5, 1.0], 0.7)
+    same(given, torch.zeros(2), call(ppo.chunk_gradients, given).sum(-1), "sums of the rows")
+
+
+@rule("gradient", "The result has the dtype of the weight.")
+def _(ppo):
+    given = gradient_case(ppo, [1.0, 1.0], [0.0, 0.0])
+    given["hidden"], given["weight"] = given["hidden"].bfloat16(), given["weight"].bfloat16()
+    got = call(ppo.chunk_gradients, given)
+    holds(got.dtype == torch.bfloat16, {"dtype of the weight": torch.bfloat16}, torch.bfloat16, got.dtype, "dtype")
+
+
+@rule("gradient", "The inputs stay as they are.")
+def _(ppo):
+    unchanged(ppo.chunk_gradients, gradient_case(ppo, [1.0, -2.0], [0.5, 1.0], 0.7))
+
+
+# === minibatches ===
+
+
+def numbered(ppo, lengths=(3, 4, 5, 6, 7, 8, 9, 10), prompts=1):
+    """Sample i has lengths[i] tokens, of which the first are the prompt. All lengths differ, so they name the samples."""
+    lengths = tensor(lengths)
+    real = torch.arange(int(lengths.max())) < lengths[:, None]
+    mask = real & (torch.arange(real.shape[1]) >= prompts)
+    zeros = torch.zeros(real.shape)
+    return ppo.Experience(lengths=lengths, tokens=zeros.long(), mask=mask, sampler_logprobs=zeros, rewards=zeros)
+
+
+def epoch_of(ppo, experience, epoch=0, iteration=0, seed=1, size=4, budget=4096):
+    """[(n_tokens, the lengths of the samples of each microbatch)] of an epoch."""
+    args = arguments(ppo, seed=seed, train_batch_size=size, micro_batch_tokens=budget)
+    parts = list(ppo.minibatches(experience, epoch, ppo.TrainState(iteration), args))
+    for part in parts:
+        outputs(part, 2, {}, "n_tokens, microbatches")
+    return [(n, [mb.lengths.tolist() for mb in minibatch]) for n, minibatch in parts]
+
+
+EIGHT = {"lengths of the samples": [3, 4, 5, 6, 7, 8, 9, 10], "train_batch_size": 4, "prompt": "1 token"}
+flat = lambda parts: [length for _, minibatch in parts for mb in minibatch for length in mb]
+
+
+@rule("minibatches", "An epoch visits every sample once.")
+def _(ppo):
+    got = sorted(flat(epoch_of(ppo, numbered(ppo))))
+    same(EIGHT, [3, 4, 5, 6, 7, 8, 9, 10], got, "lengths of the samples of an epoch")
+
+
+@rule("minibatches", "A minibatch has train_batch_size samples.")
+def _(ppo):
+    got = [sum(map(len, minibatch)) for _, minibatch in epoch_of(ppo, numbered(ppo))]
+    same(EIGHT, [4, 4], got, "samples of the minibatches")
+
+
+@rule("minibatches", "The order is another one in another epoch, in another iteration and with another seed.")
+def _(ppo):
+    first = epoch_of(ppo, numbered(ppo))
+    for change in {"epoch": 1}, {"iteration": 1}, {"seed": 2}:
+        got = epoch_of(ppo, numbered(ppo), **change)
+        holds(got != first, EIGHT | change, "other minibatches than in epoch 0 of iteration 0 with seed 1", got)
+
+
+@rule("minibatches", "The order depends on nothing else, so a run that is resumed repeats it.")
+def _(ppo):
+    torch.manual_seed(1)
+    first = epoch_of(ppo, numbered(ppo))
+    torch.manual_seed(2)
+    second = epoch_of(ppo, numbered(ppo))
+    same(EIGHT | {"torch.manual_seed": [1, 2]}, first, second, "minibatches")
+
+
+@rule("minibatches", "n_tokens counts the sampled tokens of the whole minibatch, without the prompts.")
+def _(ppo):
+    for n_tokens, minibatch in epoch_of(ppo, numbered(ppo), budget=12):
+        lengths = [length for mb in minibatch for length in mb]
+        given = {"lengths of its samples": lengths, "prompt": "1 token", "micro_batch_tokens": 12}
+        same(given, sum(lengths) - 4, int(n_tokens), "n_tokens")
+
+
+@rule("minibatches", "n_tokens is an int, not a tensor: it belongs to the minibatch and not to a microbatch.")
+def _(ppo):
+    for n_tokens, _ in epoch_of(ppo, numbered(ppo)):
+        holds(type(n_tokens) is int, EIGHT, "int", type(n_tokens).__name__, "type of n_tokens")
+
+
+@rule("minibatches", "A microbatch has at most micro_batch_tokens tokens. A longer sample is one of its own.")
+def _(ppo):
+    for budget in 12, 8:
+        for _, minibatch in epoch_of(ppo, numbered(ppo), budget=budget):
+            for mb in minibatch:
+                given = EIGHT | {"micro_batch_tokens": budget}
+                holds(sum(mb) <= budget or len(mb) == 1, given, f"at most {budget}", sum(mb), "tokens of a microbatch")
+
+
+@rule("minibatches", "A minibatch without sampled tokens is left out: Adam's momentum would move the weights.")
+def _(ppo):
+    experience = numbered(ppo)
+    experience.mask[:] = False
+    same(EIGHT | {"mask": "all False"}, [], epoch_of(ppo, experience), "minibatches")
+
+
+@rule("minibatches", "The gradients of the microbatches add up to that of the minibatch.")
+def _(ppo):
+    experience = numbered(ppo)
+    returns = torch.arange(80.0).reshape(8, 10)
+    zeros = torch.zeros(8, 10)
+    experience = dataclasses.replace(experience, values=zeros, returns=returns, old_logprobs=zeros, advantages=zeros)
+    found = []
+    for budget in 4096, 12:
+        values = torch.zeros(8, 10, requires_grad=True)
+        args = arguments(ppo, train_batch_size=8, micro_batch_tokens=budget)
+        for n_tokens, minibatch in ppo.minibatches(experience, 0, ppo.TrainState(), args):
+            for mb in minibatch:
+                new = values[mb.lengths - 3][:, : mb.mask.shape[1]]
+                ppo.value_loss(new, mb.values, mb.returns, mb.mask, None, n_tokens).backward()
+        found.append(values.grad.norm().item())
+    same(EIGHT | {"micro_batch_tokens": [4096, 12]}, found[0], found[1], "norm of the gradient of the value loss")
+
+
+# === packing ===
+
+DOCSTRING = {"tokens": [["a", "b", "C", "D"], ["a", "E", ".", "."]], "lengths": [4, 2],
+             "mask": [[0, 0, 1, 1], [0, 1, 0, 0]]}  # fmt: skip
+LETTERS = tensor([[1, 2, 13, 14], [1, 15, 0, 0]])
+
+
+def example(ppo):
+    mask = tensor(DOCSTRING["mask"]) > 0
+    return ppo.Packing.from_lengths(tensor([4, 2]), mask, "cpu")
+
+
+def packing_field(ppo, name, expected):
+    same(DOCSTRING, expected, getattr(example(ppo), name), name)
+
+
+@rule("packing", "`place` has the indices of the real tokens in the flattened [B, T], without padding.")
+def _(ppo):
+    packing_field(ppo, "place", tensor([0, 1, 2, 3, 4, 5]))
+    mask = tensor([[False, T, False], [False, T, T]])
+    got = ppo.Packing.from_lengths(tensor([2, 3]), mask, "cpu").place
+    same({"lengths": [2, 3], "T": 3}, tensor([0, 1, 3, 4, 5]), got, "place")
+
+
+@rule("packing", "`position` is the index of a token in its own sample: it starts again at 0 with every sample.")
+def _(ppo):
+    packing_field(ppo, "position", tensor([0, 1, 2, 3, 0, 1]))
+
+
+@rule("packing", "`sampled` has the indices of the sampled tokens among the n packed ones.")
+def _(ppo):
+    packing_field(ppo, "sampled", tensor([2, 3, 5]))
+    mask = tensor([[False, T, False], [False, T, T]])
+    got = ppo.Packing.from_lengths(tensor([2, 3]), mask, "cpu").sampled
+    same({"lengths": [2, 3], "mask": mask}, tensor([1, 3, 4]), got, "sampled")
+
+
+@rule("packing", "`starts` says where each sample starts, and where the last one ends, as int32.")
+def _(ppo):
+    packing_field(ppo, "starts", tensor([0, 4, 6], dtype=torch.int32))
+
+
+@rule("packing", "`shape` is that of the microbatch.")
+def _(ppo):
+    same(DOCSTRING, [2, 4], list(example(ppo).shape), "shape")
+
+
+@rule("packing", "`pack` lays the samples one after another, with further dimensions if there are any.")
+def _(ppo):
+    same(DOCSTRING, tensor([1, 2, 13, 14, 1, 15]), example(ppo).pack(LETTERS), "pack(tokens)")
+    wide = LETTERS[..., None].expand(2, 4, 3)
+    same(DOCSTRING | {"x": "[B, T, 3]"}, tensor([1, 2, 13, 14, 1, 15])[:, None].expand(6, 3), example(ppo).pack(wide))
+
+
+@rule("packing", "`unpack` puts numbers back at their places in [B, T, ...], and 0 elsewhere.")
+def _(ppo):
+    packing, x = example(ppo), tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    expected = tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 0.0, 0.0]])
+    same(DOCSTRING | {"x": x}, expected, packing.unpack(x, packing.place), "unpack(x, place)")
+    wide = x[:, None].expand(6, 2)
+    got = packing.unpack(wide, packing.place)
+    same(DOCSTRING | {"x": "[6, 2]"}, expected[..., None].expand(2, 4, 2), got, "unpack(x, place)")
+
+
+@rule("packing", "`unpack_sampled` does so with one number for each sampled token.")
+def _(ppo):
+    x = tensor([7.0, 8.0, 9.0])
+    expected = tensor([[0.0, 0.0, 7.0, 8.0], [0.0, 9.0, 0.0, 0.0]])
+    same(DOCSTRING | {"x": x}, expected, example(ppo).unpack_sampled(x), "unpack_sampled(x)")
+
+
+@rule("packing", "Gradients go back through `pack` and `unpack`.")
+def _(ppo):
+    packing, x = example(ppo), torch.ones(2, 4, requires_grad=True)
+    (packing.unpack(packing.pack(x), packing.place) * 2).sum().backward()
+    same(DOCSTRING, tensor([[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 0.0, 0.0]]), x.grad, "gradient of x")
+
+
+# === shift ===
+
+
+def small_model(ppo, head="lm"):
+    config = ppo.LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                             num_key_value_heads=2, vocab_size=11, max_position_embeddings=16)  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    model = ppo.Transformer(ppo.check_config(config), head)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=generator) * 0.5
+    return model
+
+
+def shift_case(ppo):
+    episodes = [episode(ppo, [3, 4, 5, 6], [0] * 4, prompt=2), episode(ppo, [7, 8, 9], [0] * 3, prompt=1)]
+    e = ppo.Experience.from_episodes(episodes)
+    given = {"tokens": [[3, 4, 5, 6], [7, 8, 9]], "sampled": [[0, 0, 1, 1], [0, 1, 1]], "model": "random"}
+    return given, e, e.microbatch(torch.arange(2), "cpu")
+
+
+@rule("shift", "The result is [m, hidden]: a state for each of the m sampled tokens.")
+def _(ppo):
+    given, _, mb = shift_case(ppo)
+    got = small_model(ppo).states_before_sampled(mb.tokens, mb.packing)
+    same(given, [4, 16], list(got.shape), "shape of result")
+
+
+@rule("shift", "The log-prob of a sampled token comes from the output one token earlier.")
+@torch.no_grad()
+def _(ppo):
+    given, e, mb = shift_case(ppo)
+    model = small_model(ppo)
+    got, _ = model.sampled_logprobs(mb, 1.0)
+    logprobs = model(e.tokens).log_softmax(-1)[:, :-1]
+    expected = torch.zeros(2, 4)
+    expected[:, 1:] = logprobs.gather(2, e.tokens[:, 1:, None])[..., 0] * e.mask[:, 1:]
+    same(given, expected, got, "log-probs", 1e-3)
+
+
+@rule("shift", "The value of a sampled token is that of the state before it, which has not seen it.")
+@torch.no_grad()
+def _(ppo):
+    given, e, mb = shift_case(ppo)
+    critic = small_model(ppo, "scalar")
+    expected = torch.zeros(2, 4)
+    expected[:, 1:] = critic(e.tokens)[:, :-1] * e.mask[:, 1:]
+    same(given, expected, critic.sampled_values(mb), "values", 1e-3)
+
+
+@rule("shift", "The first token of a sample sees nothing of the sample before it.")
+@torch.no_grad()
+def _(ppo):
+    given, e, mb = shift_case(ppo)
+    model = small_model(ppo)
+    got, _ = model.sampled_logprobs(mb, 1.0)
+    alone, _ = model.sampled_logprobs(e.microbatch(tensor([1]), "cpu"), 1.0)
+    same(given, alone[0], got[1, :3], "log-probs of the second sample, alone and beside the first", 1e-3)
+
+
+@rule("shift", "Gradients reach the model.")
+def _(ppo):
+    given, _, mb = shift_case(ppo)
+    model = small_model(ppo)
+    model.sampled_logprobs(mb, 1.0)[0].sum().backward()
+    holds(model.model.embed_tokens.weight.grad is not None, given, "a gradient of the embeddings", "none")
+
+
+# === A small run, for the bugs ===
+
+
+@contextlib.contextmanager
+def small_run(ppo, **flags):
+    """Train a few samples in a second, in an environment that rewards long answers.
+
+    Within, the run's folder exists. Yields it, the rows of metrics.jsonl, the summary and what was printed.
+    """
+    flags = dict(
+        num_iterations=2, rollout_batch_size=8, train_batch_size=4, max_new_tokens=5, sft_steps=0, eval_episodes=2,
+        save_every=0, device="cpu", run_name="run", env_id="environments:Plain-v0") | flags  # fmt: skip
+    printed = io.StringIO()
+    # A run that fails is not closed when the process ends: its folder is gone by then.
+    register = lambda function: None if function.__name__ == "close" else atexit.register(function)
+    patches = {"SummaryWriter": mock.Mock(), "atexit": mock.Mock(register=register), "SFT_BATCH_SIZE": 8}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(ppo, **patches):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+            summary = ppo.train(ppo.Args(log_dir=folder, **flags))
+        rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        yield types.SimpleNamespace(rows=rows, summary=summary, printed=printed.getvalue(), folder=Path(folder, "run"))
