@@ -1082,7 +1082,7 @@ def small_run(ppo, **flags):
         save_every=0, device="cpu", run_name="run", env_id="environments:Plain-v0") | flags  # fmt: skip
     printed = io.StringIO()
     # A run that fails is not closed when the process ends: its folder is gone by then.
-    register = lambda function: None if function.__name__ == "close" else atexit.register(function)
+    register = lambda function, *rest: function.__name__ == "close" or atexit.register(function, *rest)
     patches = {"SummaryWriter": mock.Mock(), "atexit": mock.Mock(register=register), "SFT_BATCH_SIZE": 8}
     with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(ppo, **patches):
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
