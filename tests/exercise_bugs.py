@@ -159,10 +159,10 @@ def noise_has_four_causes(ppo):
 def export_is_the_actor(ppo):
     with small_run(ppo, actor_lr=1e-2) as run:
         exported, _ = ppo.load_hf_checkpoint(run.folder / "model")
-        saved = torch.cat([p.flatten() for p in exported.parameters()])
+        saved = torch.cat([p.detach().flatten() for p in exported.parameters()])
     with small_run(ppo, num_iterations=1, actor_lr=0.0) as run:
         start, _ = ppo.load_hf_checkpoint(run.folder / "model")
-        first = torch.cat([p.flatten() for p in start.parameters()])
+        first = torch.cat([p.detach().flatten() for p in start.parameters()])
     require(float((saved - first).norm() / first.norm()) > 0.01)
 
 

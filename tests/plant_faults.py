@@ -1,7 +1,7 @@
 """`python tests/plant_faults.py [NAME ...]` plants the faults of faults.txt, one at a time, in both scripts of a copy
 of the checkout, and runs the tests that should fail; where it lives, the fast suite, without tests of the text.
 
-`python tests/plant_faults.py exercise NUMBER` writes exercise.py, which is ppo_llm.py with the fault of that number.
+exercise.py plants some of them for students.
 """
 
 import os
@@ -54,12 +54,6 @@ def result_of(tests: str, old: str, new: str) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["exercise"]:
-        texts = [plant(old, new)["ppo_llm.py"] for _, old, new in read_faults().values()]
-        texts = [text for text in texts if text != (ROOT / "ppo_llm.py").read_text()]  # some are the other script's
-        Path("exercise.py").write_text(texts[int(sys.argv[2]) % len(texts)])
-        sys.exit()
-
     import ppo_llm  # noqa: F401
 
     for name in ("ppo_llm", "conftest"):  # those of the copy are others

@@ -1,0 +1,292 @@
+"""The exercises: blanks fail, solutions pass, typical mistakes are named, and the checks of bugs see them."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import exercise
+import exercise_bugs
+import exercise_rules
+import plant_faults
+import pytest
+import tyro
+from conftest import ROOT
+
+pytestmark = pytest.mark.shared
+SCRIPT = exercise.SCRIPT.read_text()
+PAGE = (ROOT / "docs" / "exercises.md").read_text()
+FAULTS = plant_faults.read_faults()
+
+
+def broken_rules(name, text):
+    """The words of the rules that a script of this text breaks, and what `check` says."""
+    said = []
+    module = exercise.load("exercise.py", text)
+    return exercise.check_blank(name, module, "exercise.py", said.append), "\n".join(said)
+
+
+def test_the_script_keeps_all_rules():
+    assert exercise.BLANKS.keys() == exercise_rules.RULES.keys() and len(exercise.BLANKS) >= 12
+    for name in exercise.BLANKS:
+        broken, said = broken_rules(name, SCRIPT)
+        assert not broken, said
+        assert f"All {len(exercise_rules.RULES[name])} rules hold" in said
+
+
+@pytest.mark.parametrize("name", exercise.BLANKS)
+def test_a_blank_is_named_as_not_written_and_its_solution_passes(name):
+    text = exercise.blank_text(name)
+    broken, said = broken_rules(name, text)
+    assert broken[-1] == exercise.NOT_YET and "is yours to write" in said
+    lines, left_out = text.splitlines(), SCRIPT.splitlines()
+    begins = [i for i, line in enumerate(lines) if ">>> Your part begins here" in line]
+    ends = [i for i, line in enumerate(lines) if "<<< Your part ends here" in line]
+    gaps = exercise.BLANKS[name].gaps
+    assert len(begins) == len(ends) == len(gaps)
+    for begin, end, gap in sorted(zip(begins, ends, gaps), reverse=True):
+        lines[begin : end + 1] = [left_out[i] for i in exercise.lines_of(gap)]
+    assert "\n".join(lines) + "\n" == SCRIPT
+
+
+# Mistakes of students: {exercise: [(a fault of faults.txt or (old, new), a part of the rule that is named)]}.
+WRONG = {
+    "schedule": [
+        ("learning_rate_decays_to_zero", "At progress 1"),
+        (("min(1.0, progress)", "progress"), "Beyond progress 1"),
+        (("(1 - (1 - end_fraction) * min", "(1 + (1 - end_fraction) * min"), "Half way"),
+    ],
+    "value": [
+        ("value_loss_without_half", "half the square"),
+        ("value_clip_by_min", "The larger of"),
+        ("values_clipped_around_returns", "moved further than"),
+        (("return 0.5 * losses.sum() / denom", "return 0.5 * losses.sum() / mask.sum()"), "divided by `denom`"),
+        (("values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))",
+          "values, returns = values * mask, returns * mask"), "even if they are NaN"),
+    ],
+    "kl": [
+        ("kl_the_other_way_round", "It is negative where"),
+        (("return logratio.square() / 2", "return logratio.square()"), "half the square"),
+        (("return torch.expm1(-logratio) + logratio", "return torch.exp(-logratio) - 1 + logratio"), "use expm1"),
+        (("return torch.expm1(-logratio) + logratio", "return torch.expm1(logratio) - logratio"), "r - 1 - log r"),
+    ],
+    "whiten": [
+        ("whitening_by_the_biased_deviation", "minus 1"),
+        ("whitening_does_not_centre", "have mean 0"),
+        ("whitening_with_a_large_epsilon", "no larger than 1e-8"),
+        (("centered * torch.rsqrt(variance + 1e-8)", "centered / variance.sqrt()"), "and not NaN"),
+        (("centered = torch.where(mask, x - masked_mean(x, mask), 0.0)", "centered = x - masked_mean(x, mask)"),
+         "become 0"),
+    ],
+    "gae": [
+        ("gae_chain_through_given_tokens", "passes the advantage through unchanged"),
+        ("gae_next_value_of_a_given_token", "not of a token of the environment"),
+        ("gae_without_gamma_in_the_chain", "factor gamma * lambda"),
+        ("gae_without_gamma_in_delta", "With lambda 0"),
+        ("returns_without_values", "plus the value"),
+        (("nextvalues = lastgaelam = values.new_zeros(len(values))",
+          "nextvalues, lastgaelam = values[:, -1], values.new_zeros(len(values))"), "after the last sampled token is 0"),
+    ],
+    "surrogate": [
+        ("clip_bounds_swapped", "earns no more than (1 + clip_high)"),
+        ("clip_min_for_max", "The clip never hides"),
+        ("dual_clip_of_positive_advantages", "dual_clip"),
+        ("ratio_without_gradient", "The gradient of a log-prob"),
+        ("clipfrac_of_one_side", "clipfrac"),
+        ("approx_kl_is_k1", "approx_kl"),
+        ("ratio_dev_is_signed", "ratio_dev"),
+        ("loss_divided_by_the_microbatch", "divided by `denom`"),
+        (("pg_loss1 = -advantages * ratio", "pg_loss1 = advantages * ratio"), "minus its advantage"),
+        ((".clamp(-20, 20)", ""), "500"),
+    ],
+    "sampling": [
+        ("logprob_of_the_previous_token", "The log-prob is that"),
+        ("noise_of_the_row", "not on its place"),
+        (("logits /= decoder.temperature", "pass"), "as often as softmax"),
+        (("(logits + decoder.noise_scale * noise).argmax", "(logits + noise).argmax"), "At noise_scale 0"),
+        (("gumbel_noise(decoder.noise_keys, decoder.length, logits", "gumbel_noise(decoder.noise_keys, 0 * decoder.length, logits"),  # noqa: E501
+         "another one at the next index"),
+        (("token = (logits + decoder.noise_scale * noise).argmax(-1, keepdim=True)",
+          "token = torch.multinomial(logits.softmax(-1), 1)"), "not on its place"),
+    ],
+    "shift": [
+        ("no_shift_by_one", "one token earlier"),
+        ("first_sampled_token_from_another_sample", "one token earlier"),
+        (("return x[packing.sampled - 1]", "return x[packing.place[packing.sampled] - 1]"), "one token earlier"),
+        (("return x[packing.sampled - 1]", "return packing.unpack(x, packing.place)"), "The result is [m, hidden]"),
+        (("x = self.hidden_states(packing.pack(tokens), packing.position, packing=packing)",
+          "x = self.hidden_states(packing.pack(tokens)[None], packing.position[None])[0]"),
+         "see nothing of the sample before it"),
+    ],
+    "rewards": [
+        ("kl_reward_with_the_wrong_sign", "reduced by kl_coef"),
+        ("truncation_penalty_on_the_padding", "at its last token"),
+        ("truncation_penalty_of_every_token", "once"),
+        ("truncation_penalty_for_the_environments_end", "the environment ended"),
+        ("kl_is_part_of_the_logged_reward", "which is logged"),
+        ("kl_in_reward_and_loss", "term of the loss"),
+        ("kl_penalty_of_the_sampler", "that the sampler recorded"),
+    ],
+    "advantages": [
+        ("advantages_not_whitened", "all samples together"),
+        ("advantages_whitened_per_sample", "all samples together"),
+        ("gae_lambda_for_the_returns", "Returns are made with"),
+        ("critic_lambda_for_the_advantages", "Advantages are made with"),
+        ("returns_without_gamma", "Both use --gamma"),
+        ("whitening_of_rounding", "by rounding only"),
+        ("logged_deviation_over_padding", "advantage_std"),
+    ],
+    "minibatches": [
+        ("denominator_is_samples", "whole minibatch, without"),
+        ("denominator_counts_the_prompt", "whole minibatch, without"),
+        ("same_order_in_every_epoch", "another one in another epoch"),
+        ("last_minibatch_dropped", "visits every sample once"),
+        ("step_without_tokens", "left out"),
+        (("yield int(experience.mask[rows].sum()), parts", "yield experience.mask[rows].sum(), parts"), "is an int"),
+        (("parts = [experience.microbatch(share, args.device) for share in shares]",
+          "parts = [experience.microbatch(rows, args.device)]"), "at most micro_batch_tokens"),
+        (("yield int(experience.mask[rows].sum()), parts", "yield int(parts[0].mask.sum()), parts"),
+         "add up to that of the minibatch"),
+        (("torch.randperm(len(experience.tokens), generator=generator)", "torch.randperm(len(experience.tokens))"),
+         "depends on nothing else"),
+    ],
+    "packing": [
+        ("positions_run_on_over_samples", "starts again at 0"),
+        ("places_of_the_mask_alone", "without padding"),
+        (("sampled = mask.flatten()[place].nonzero()[:, 0]", "sampled = mask.flatten().nonzero()[:, 0]"), "among the n packed"),
+        (("starts = F.pad(lengths.cumsum(0), (1, 0)).int()", "starts = F.pad(lengths.cumsum(0), (1, 0))"), "as int32"),
+        (("return self.unpack(x, self.place[self.sampled]).clone()", "return self.unpack(x, self.sampled).clone()"),
+         "one number for each sampled token"),
+    ],
+    "gradient": [
+        ("head_gradient_without_temperature", "divided by the temperature"),
+        ("head_gradient_of_the_entropy", "gradient of the entropy"),
+        (("d_logits = d_logprobs[:, None] * (one_hot - probs)", "d_logits = d_logprobs[:, None] * (probs - one_hot)"),
+         "onehot(target) - p"),
+        (("logits = float32_product(hidden, weight.T) / temperature\n    logprobs",
+          "logits = float32_product(hidden, weight.T)\n    logprobs"), "softmax of logits / temperature"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", exercise.BLANKS)
+def test_typical_mistakes_are_named(name):
+    assert len(WRONG[name]) >= 2
+    for mistake, part in WRONG[name]:
+        old, new = FAULTS[mistake][1:] if isinstance(mistake, str) else mistake
+        assert SCRIPT.count(old) == 1, old
+        broken, said = broken_rules(name, SCRIPT.replace(old, new))
+        assert any(part in words for words in broken), (mistake, said)
+        assert f"{len(exercise_rules.RULES[name]) - len(broken)} of" in said
+
+
+def test_what_check_says_of_mistakes_of_other_kinds():
+    """An input that is changed in place, a shape, a type, and an error in the student's own lines."""
+    mean = "return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)"
+    whiten = "centered = torch.where(mask, x - masked_mean(x, mask), 0.0)"
+    for exercise_name, old, new, expected in [
+        ("whiten", whiten, "x -= 1\n    " + whiten, "x after the call: got"),
+        ("whiten", "return centered * torch.rsqrt(variance + 1e-8)", "return centered[mask]", "shape of result: expected"),
+        ("gae", "return advantages, advantages + values", "return advantages", "a tuple (advantages, returns)"),
+        ("gae", "return advantages, advantages + values", "print(advantage)", "NameError: name 'advantage'"),
+        ("whiten", mean, "return x.nothing()", "in masked_mean:  return x.nothing()"),
+        ("kl", "return torch.expm1(-logratio) + logratio", "pass", "type of result: expected  a tensor"),
+    ]:  # fmt: skip
+        assert SCRIPT.count(old) == 1
+        broken, said = broken_rules(exercise_name, SCRIPT.replace(old, new))
+        assert broken and expected in said and "exercise_rules.py" not in said, said
+
+
+@pytest.mark.parametrize("letter", exercise_bugs.BUGS)
+def test_the_check_of_a_bug_sees_it_and_nothing_else(letter):
+    bug, said = exercise_bugs.BUGS[letter], []
+    sick = exercise.load("exercise.py", exercise.bug_text(letter))
+    assert exercise.check_bug(letter, sick, "exercise.py", said.append) and "still there" in said[-1]
+    assert bug.fault not in "".join(said)
+    said.clear()
+    healthy = exercise.load("exercise.py", SCRIPT)
+    assert not exercise.check_bug(letter, healthy, "exercise.py", said.append) and "The bug is gone." in said[-1]
+
+
+def test_letters_are_in_order_and_name_different_faults():
+    assert list(exercise_bugs.BUGS) == [chr(ord("A") + i) for i in range(len(exercise_bugs.BUGS))]
+    assert len({bug.fault for bug in exercise_bugs.BUGS.values()}) == len(exercise_bugs.BUGS) >= 23
+    assert exercise_bugs.INVISIBLE == "".join(exercise_bugs.BUGS)[-3:]
+
+
+def test_a_mended_file_with_another_mistake_is_told_apart():
+    old, new = FAULTS["returns_without_values"][1:]
+    module, said = exercise.load("exercise.py", SCRIPT.replace(old, new)), []
+    assert exercise.check_bug("A", module, "exercise.py", said.append)
+    assert "something else is wrong now" in said[-1] and "FAILS  A return is the advantage" in "\n".join(said)
+
+
+def test_the_commands(tmp_path, monkeypatch, capsys):
+    """They keep earlier work, and reveal no fault."""
+    monkeypatch.chdir(tmp_path)
+
+    def tool(*words):
+        monkeypatch.setattr(sys, "argv", ["exercise.py", *words])
+        code = exercise.main()
+        return code, capsys.readouterr().out
+
+    code, listed = tool("list")
+    assert code == 0 and not any(bug.fault in listed for bug in exercise_bugs.BUGS.values())
+    assert tool("check", "gae")[0] == 2
+    assert "exercise.py, line" in tool("blank", "gae")[1]
+    code, said = tool("check", "gae")
+    assert code == 1 and "not yet written: compute_gae is yours to write (exercise.py, line" in said
+    (tmp_path / "exercise.py").write_text("my work")
+    code, said = tool("check", "gae")
+    assert code == 1 and "is no Python program" in said and "my work" in said
+    assert "exercise_1.py" in tool("bug", "b")[1]
+    assert (tmp_path / "exercise_1.py").read_text() == "my work"
+    assert (tmp_path / "exercise.py").read_text() == exercise.bug_text("B")
+    assert tool("bug", "B")[0] == 0 and not (tmp_path / "exercise_2.py").exists()
+    code, said = tool("bug", "gae")
+    assert code == 2 and "must be one of A, B" in said
+    assert "def compute_gae" not in (shown := tool("solution", "gae")[1]) and "lastgaelam" in shown
+    assert tool("solution", "B")[1].count("\n+    ") == 1
+    assert tool()[0] == tool("check")[0] == tool("list", "gae")[0] == 2
+
+
+@pytest.mark.slow
+def test_a_check_in_a_process_of_its_own(tmp_path):
+    """It prints nothing but its rules, and ends with a code."""
+    for text, code, expected in (SCRIPT, 0, "All 11 rules hold"), (exercise.blank_text("gae"), 1, "not yet written"):
+        (tmp_path / "mine.py").write_text(text)
+        command = [sys.executable, ROOT / "tests" / "exercise.py", "check", "gae", "mine.py"]
+        seen = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert seen.returncode == code and expected in seen.stdout and not seen.stderr
+
+
+# === The page ===
+
+
+def test_the_page_has_every_exercise_and_its_numbers():
+    for name, blank in exercise.BLANKS.items():
+        rules = len(exercise_rules.RULES[name])
+        [row] = re.findall(rf"^\| `{name}` \|.*$", PAGE, re.MULTILINE)
+        assert f"| {rules} |" in row and all(f"`{gap.function}`" in row for gap in blank.gaps)
+    parts = re.split(r"(?m)^### ([A-Z])\.", PAGE)
+    assert parts[1::2] == list(exercise_bugs.BUGS)
+    for letter, part in zip(parts[1::2], parts[2::2]):
+        assert f"`{exercise_bugs.BUGS[letter].command('exercise.py')}`" in part.replace("\n", " "), letter
+        assert part.count("<details>") == part.count("</details>") == 2
+        hidden = part.index("<details>")
+        fault = exercise_bugs.BUGS[letter].fault
+        assert fault not in part
+        old, new = ("".join(text.split()) for text in FAULTS[fault][1:])
+        assert new not in "".join(part[:hidden].split())  # the solution is folded
+
+
+def test_the_commands_of_the_page_are_valid(ppo):
+    commands = re.findall(r"python tests/exercise\.py ([a-z]+)(?: ([\w-]+))?", PAGE)
+    for verb, name in commands:
+        assert verb in ("list", "blank", "bug", "check", "solution")
+        assert not name or name in ("NAME", "LETTER") or name in exercise.BLANKS or name in exercise_bugs.BUGS
+    for flags in re.findall(r"\bexercise\.py (--[^`|\n]*)", PAGE):
+        tyro.cli(ppo.Args, args=shlex.split(flags))
+    for bug in exercise_bugs.BUGS.values():
+        tyro.cli(ppo.Args, args=shlex.split(bug.flags))
+    assert len(commands) > 5
