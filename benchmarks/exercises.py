@@ -2,7 +2,7 @@
 
     python benchmarks/exercises.py run           # makes the runs that data/exercises.jsonl lacks
     python benchmarks/exercises.py run C 1       # those of bug C with seed 1 alone
-    python benchmarks/exercises.py table C       # the metrics of bug C, healthy and sick
+    python benchmarks/exercises.py table C       # the metrics of bug C, as on the page, and more
     python benchmarks/exercises.py plot          # docs/pictures/exercises_*.png
 
 Most runs take a quarter of a minute of one core, those of 40 iterations a minute. This file does not name the bugs.
@@ -76,23 +76,29 @@ def of(letter: str, sick: bool, seed: int) -> dict | None:
     return results().get((letter if sick else None, BUGS[letter].flags, seed))
 
 
-def table(letter: str):
-    """Healthy and sick, with each seed: the first iterations, and every tenth after them."""
+def table(letter: str) -> str:
+    """The table of the page: short runs with all iterations, others with five of them."""
+    length = max(len(of(letter, False, seed)["metrics"]["objective/reward"]) for seed in SEEDS)
+    places = range(1, length + 1) if length < 10 else [1, *range(length // 4, length + 1, length // 4)]
+    digits = lambda x: "nan" if x is None else "0" if x == 0 else f"{x:.2g}" if abs(x) < 1e4 else f"{x:.0f}"
+    lines = [f"| iterations {', '.join(map(str, places))} | healthy | with the bug |", "|---|---|---|"]
     for metric in BUGS[letter].metrics:
-        print(metric)
-        for sick in False, True:
-            for seed in SEEDS:
-                curve = of(letter, sick, seed)["metrics"][metric]
-                shown = [x for i, x in enumerate(curve, 1) if i <= 6 or i % 10 == 0]
-                numbers = " ".join("-" if x is None else f"{x:.4g}" for x in shown)
-                print(f"  {'sick' if sick else 'healthy':8} seed {seed}: {numbers}")
+        for seed in SEEDS:
+            curves = [of(letter, sick, seed)["metrics"][metric] for sick in (False, True)]
+            cells = [", ".join(digits(curve[i - 1]) for i in places if i <= len(curve)) for curve in curves]
+            lines.append(f"| `{metric}`, seed {seed} | {cells[0]} | {cells[1] or 'the run ends'} |")
+    return "\n".join(lines)
+
+
+def details(letter: str):
+    """What else is known of the runs."""
     for sick in False, True:
         for seed in SEEDS:
             line = of(letter, sick, seed)
-            print(f"  {'sick' if sick else 'healthy':8} seed {seed}: {line['seconds']} s", *line["told"])
+            print(f"{'sick' if sick else 'healthy':8} seed {seed}: {line['seconds']} s", *line["told"])
             for when in "before", "after":
-                print(f"    {when}: {line[when]}")
-            print("    rewards of the last samples:", *(sample["reward"] for sample in line["last_samples"]))
+                print(f"  {when}: {line[when]}")
+            print("  last samples:", *(f"{x['prompt']}{x['response']} {x['reward']:.4g}" for x in line["last_samples"]))
 
 
 # Sheets of small pictures: the letters and the metric that shows each bug.
@@ -136,7 +142,8 @@ def main():
     if verb == "run":
         run(rest[:1] or BUGS, [int(seed) for seed in rest[1:]] or SEEDS)
     elif verb == "table":
-        table(*rest)
+        print(table(*rest))
+        details(*rest)
     elif verb == "plot":
         plot()
     else:

@@ -5,14 +5,16 @@
     python tests/exercise.py bug C            # writes exercise.py: the script with a bug, which is yours to find
     python tests/exercise.py check gae        # says which rules exercise.py keeps; also `check C`
     python tests/exercise.py solution gae     # shows what the script has there; also `solution C`
+    python tests/exercise.py show objective/kl   # prints a metric of the runs in runs/
 
-`check NAME FILE` checks another file than exercise.py.
+`check NAME FILE` checks another file than exercise.py. `show METRIC RUN ...` is about these run folders.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import json
 import linecache
 import os
 import sys
@@ -349,8 +351,27 @@ def print_solution(name: str):
     print("\n".join([*difflib.unified_diff(sick, healthy, "with the bug", "ppo_llm.py", n=2, lineterm="")]))
 
 
+def show(metric: str, folders: list[Path]) -> int:
+    """Print a metric of each iteration of these runs, the oldest first."""
+    names = set()
+    for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime):
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        names |= {name for row in rows for name in row}
+        numbers = [row.get(metric) for row in rows]
+        if isinstance(numbers[0] if numbers else None, list):  # the steps of an iteration
+            numbers = [f"{len(steps)} steps" for steps in numbers]
+        texts = [x if isinstance(x, str) else "-" if x is None else f"{x:.3g}" for x in numbers]
+        print(f"{folder}: {' '.join(texts)}")
+    if metric not in names:
+        print(f"{metric}: must be one of {', '.join(sorted(names)) or 'the metrics of a run, but there is none'}")
+    return int(metric not in names)
+
+
 def main() -> int:
     verb, *rest = sys.argv[1:] or [""]
+    if verb == "show" and rest:
+        folders = [Path(name) for name in rest[1:]] or [path.parent for path in Path("runs").glob("*/metrics.jsonl")]
+        return show(rest[0], folders)
     if verb == "list" and not rest:
         print_list()
         return 0

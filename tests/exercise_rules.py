@@ -1021,17 +1021,18 @@ def small_model(ppo, head="lm"):
 
 
 def shift_case(ppo):
-    episodes = [episode(ppo, [7, 8, 9], [0] * 3, prompt=1), episode(ppo, [3, 4, 5, 6], [0] * 4, prompt=2)]
-    e = ppo.Experience.from_episodes(episodes)
-    given = {"tokens": [[7, 8, 9], [3, 4, 5, 6]], "sampled": [[0, 1, 1], [0, 0, 1, 1]], "model": "random"}
-    return given, e, e.microbatch(torch.arange(2), "cpu")
+    samples = [([7, 8, 9], 1), ([3, 4, 5, 6], 2), ([2, 8], 1)]  # ids, and the length of the prompt
+    e = ppo.Experience.from_episodes([episode(ppo, ids, [0] * len(ids), prompt=n) for ids, n in samples])
+    given = {"tokens": [[7, 8, 9], [3, 4, 5, 6], [2, 8]], "sampled": [[0, 1, 1], [0, 0, 1, 1], [0, 1]],
+             "model": "random"}  # fmt: skip
+    return given, e, e.microbatch(torch.arange(3), "cpu")
 
 
 @rule("shift", "The result is [m, hidden]: a state for each of the m sampled tokens.")
 def _(ppo):
     given, _, mb = shift_case(ppo)
     got = small_model(ppo).states_before_sampled(mb.tokens, mb.packing)
-    same(given, [4, 16], list(got.shape), "shape of result")
+    same(given, [5, 16], list(got.shape), "shape of result")
 
 
 @rule("shift", "The log-prob of a sampled token comes from the output one token earlier.")
@@ -1041,7 +1042,7 @@ def _(ppo):
     model = small_model(ppo)
     got, _ = model.sampled_logprobs(mb, 1.0)
     logprobs = model(e.tokens).log_softmax(-1)[:, :-1]
-    expected = torch.zeros(2, 4)
+    expected = torch.zeros(3, 4)
     expected[:, 1:] = logprobs.gather(2, e.tokens[:, 1:, None])[..., 0] * e.mask[:, 1:]
     same(given, expected, got, "log-probs", 1e-3)
 
@@ -1051,7 +1052,7 @@ def _(ppo):
 def _(ppo):
     given, e, mb = shift_case(ppo)
     critic = small_model(ppo, "scalar")
-    expected = torch.zeros(2, 4)
+    expected = torch.zeros(3, 4)
     expected[:, 1:] = critic(e.tokens)[:, :-1] * e.mask[:, 1:]
     same(given, expected, critic.sampled_values(mb), "values", 1e-3)
 

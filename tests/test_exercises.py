@@ -247,6 +247,13 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     assert code == 2 and "must be one of A, B" in said
     assert "def compute_gae" not in (shown := tool("solution", "gae")[1]) and "lastgaelam" in shown
     assert tool("solution", "B")[1].count("\n+    ") == 1
+    for name, row in ("a", '{"x": 0.5, "ratio/steps": [1, 2]}'), ("b", '{"x": 1e-7}'):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text(row)
+    code, said = tool("show", "x")
+    assert code == 0 and "runs/a: 0.5" in said and "runs/b: 1e-07" in said
+    assert tool("show", "ratio/steps", "runs/a")[1] == "runs/a: 2 steps\n"
+    assert "must be one of ratio/steps, x" in tool("show", "y")[1]
     assert tool()[0] == tool("check")[0] == tool("list", "gae")[0] == 2
 
 
@@ -283,8 +290,8 @@ def test_the_page_has_every_exercise_and_its_numbers():
 def test_the_commands_of_the_page_are_valid(ppo):
     commands = re.findall(r"python tests/exercise\.py ([a-z]+)(?: ([\w-]+))?", PAGE)
     for verb, name in commands:
-        assert verb in ("list", "blank", "bug", "check", "solution")
-        assert not name or name in ("NAME", "LETTER") or name in exercise.BLANKS or name in exercise_bugs.BUGS
+        assert verb in ("list", "blank", "bug", "check", "solution", "show")
+        assert verb == "show" or not name or name in ("NAME", "LETTER") or name in exercise.BLANKS or name in exercise_bugs.BUGS
     for flags in re.findall(r"\bexercise\.py (--[^`|\n]*)", PAGE):
         tyro.cli(ppo.Args, args=shlex.split(flags))
     for bug in exercise_bugs.BUGS.values():
