@@ -103,16 +103,36 @@ def details(letter: str):
 
 # Sheets of small pictures: the letters and the metric that shows each bug.
 SHEETS = {
-    "exercises_1": {"A": "objective/entropy", "B": "objective/kl", "C": "ratio/steps", "D": "actor/clipfrac",
-                    "E": "objective/reward", "G": "critic/value_mean", "I": "objective/kl",
-                    "K": "objective/reward"},
-    "exercises_2": {"L": "objective/kl", "M": "objective/kl", "N": "critic/grad_norm", "O": "critic/grad_norm",
-                    "P": "actor/entropy", "Q": "actor/clipfrac", "R": "ratio/relative_update",
-                    "S": "objective/truncated"},
-    "exercises_3": {"T": "actor/grad_norm", "U": "critic/value_mean", "V": "objective/reward",
-                    "W": "objective/reward"},
-}  # fmt: skip
-LOG = {"N", "O", "T", "R"}
+    "exercises_1": {
+        "A": "objective/entropy",
+        "B": "objective/kl",
+        "C": "ratio/steps",
+        "D": "actor/clipfrac",
+        "E": "objective/reward",
+        "G": "critic/value_mean",
+        "I": "objective/kl",
+        "J": "debug/sampler_trainer_logprob_diff",
+    },
+    "exercises_2": {
+        "K": "objective/reward",
+        "L": "objective/kl",
+        "M": "objective/kl",
+        "N": "critic/grad_norm",
+        "O": "critic/grad_norm",
+        "P": "objective/reward",
+        "Q": "actor/clipfrac",
+        "R": "ratio/relative_update",
+    },
+    "exercises_3": {
+        "S": "objective/truncated",
+        "T": "actor/grad_norm",
+        "U": "critic/value_mean",
+        "V": "objective/reward",
+        "W": "objective/reward",
+    },
+}
+TITLES = {"debug/sampler_trainer_logprob_diff": "sampler_trainer_logprob_diff"}  # where there is little room
+LOG = {"J", "N", "O", "R", "T"}
 
 
 def plot():
@@ -121,8 +141,8 @@ def plot():
     PICTURES.mkdir(exist_ok=True)
     plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
     for name, panels in SHEETS.items():
-        height = math.ceil(len(panels) / 4)
-        figure, axes = plt.subplots(height, 4, figsize=(11, 2.4 * height), layout="constrained")
+        rows = 1 if len(panels) < 6 else 2
+        figure, axes = plt.subplots(rows, len(panels) // rows, figsize=(11, 2.4 * rows), layout="constrained")
         for axis, (letter, metric) in zip(axes.flat, panels.items(), strict=True):
             for sick, colour, label in (False, "0.55", "healthy"), (True, "C3", "with the bug"):
                 for seed in SEEDS:
@@ -132,7 +152,11 @@ def plot():
                     shown = [math.nan if x is None else x for x in curve]
                     axis.plot(places, shown, style, color=colour, markersize=3, linewidth=1,
                               label=label if seed == 1 else None)  # fmt: skip
-            axis.set(title=f"{letter}: {metric}", xlabel="iteration", yscale="log" if letter in LOG else "linear")
+            axis.set(
+                title=f"{letter}: {TITLES.get(metric, metric)}",
+                xlabel="iteration",
+                yscale="log" if letter in LOG else "linear",
+            )
         figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
         figure.savefig(PICTURES / f"{name}.png", dpi=90)
 

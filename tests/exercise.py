@@ -53,7 +53,7 @@ class Blank:
 BLANKS = {
     "schedule": Blank("the linear learning-rate schedule", [Gap("linear_schedule")]),
     "value": Blank("the loss of the critic", [Gap(
-        "value_loss", "Entries outside the mask may be NaN: replace them before you compute with them.", "values, old")]),
+        "value_loss", "Entries outside the mask may be NaN. Replace them before you compute.", "values, old")]),
     "kl": Blank("the estimators k1, k2 and k3 of the KL", [Gap("kl_estimate", """
         With log r = ref_logprobs - logprobs, which is the log of pi_ref / pi:
             k1 = -log r        k2 = (log r)^2 / 2        k3 = r - 1 - log r
@@ -113,7 +113,8 @@ BLANKS = {
             Returns cls(shape, place, position, sampled, starts), as in the example above. `lengths` [B] are those of
             the samples, `mask` is [B, T]. upload(x, device) puts a tensor on the device.""", "T = mask.shape"),
         Gap("Packing.pack", "x.flatten(0, 1) is [B * T, ...]."),
-        Gap("Packing.unpack", "Do not change x or a view in place: autograd has to follow. index_copy may help."),
+        Gap("Packing.unpack", """
+            x.new_zeros(...) is a start, and math.prod(self.shape) is B * T. Gradients must reach x."""),
         Gap("Packing.unpack_sampled", "x has one number for each of the m sampled tokens.")]),
     "gradient": Blank("the gradient of the log-softmax and of the entropy", [Gap("chunk_gradients", """
         `hidden` is [rows, d], `weight` [V, d], `targets` [rows]. d_logprobs and d_entropies [rows] are the gradients
@@ -153,7 +154,7 @@ def blank_text(name: str) -> str:
         indent = lines[left_out.start][: -len(lines[left_out.start].lstrip())]
         note = textwrap.dedent(gap.note).strip().splitlines()
         part = ["# >>> Your part begins here.", *(f"# {line}".rstrip() for line in note)]
-        part += [f'raise NotImplementedError("{gap.function} is yours to write")', "# <<< Your part ends here."]
+        part += [f'raise NotImplementedError("your part of {gap.function}")', "# <<< Your part ends here."]
         lines[left_out.start : left_out.stop] = [indent + line for line in part]
     return "\n".join(lines) + "\n"
 
@@ -227,7 +228,7 @@ NOT_YET = "not yet written"
 
 def test(rules, module, path: str, say=print) -> list[str]:
     """Say of each rule whether it holds. Returns the words of those that do not, or that something is not written."""
-    broken = []
+    broken, earlier = [], None
     for words, function in rules:
         try:
             function(module)
@@ -238,7 +239,9 @@ def test(rules, module, path: str, say=print) -> list[str]:
             return [*broken, NOT_YET]
         except (Exception, SystemExit) as error:
             broken.append(words)
-            say("\n".join([f"FAILS  {words}", *(f"         {line}" for line in failure(error, path))]))
+            lines = failure(error, path)
+            lines, earlier = ["the same"] if lines == earlier else lines, lines
+            say("\n".join([f"FAILS  {words}", *(f"         {line}" for line in lines)]))
         else:
             say(f"holds  {words}")
     return broken

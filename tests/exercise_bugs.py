@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from exercise_rules import RULES, arguments, episode, flat, epoch_of, numbered, small_model, small_run  # noqa: F401
+from exercise_rules import RULES, arguments, episode, small_model, small_run
 
 SHORT = "--num-iterations 6 --sft-steps 30 --eval-episodes 64"
 LONG = "--num-iterations 40 --eval-episodes 64"
@@ -150,6 +150,18 @@ def every_iteration_has_prompts_of_its_own(ppo):
     require(len(first) == len(second) == 4 and not of(first) & of(second))
 
 
+def given_text_is_no_action(ppo):
+    """A first turn, and the environment's answer to it."""
+    tokenizer = ppo.HFTokenizer.from_texts(["abcde"])
+    env = types.SimpleNamespace(step=lambda response: ("cd", 0.5, False, False, {}))
+    e = ppo.Episode(0, prompt_length=2)
+    e.add(tokenizer.encode("ab"))
+    e.add([*tokenizer.encode("e"), tokenizer.eos_id], [-0.5, -0.5])
+    e.end_turn(env, 2, tokenizer, arguments(ppo, max_new_tokens=9))
+    require(e.ids[4:] == tokenizer.encode("cd") and e.mask == [False, False, True, True, False, False])
+    require(e.logprobs[4:] == [0, 0] and e.rewards == [0, 0, 0, 0.5, 0, 0])
+
+
 def noise_has_four_causes(ppo):
     key = lambda *case: int(ppo.sample_keys(*case)[0])
     keys = [key(1, 0, [0]), key(2, 0, [0]), key(1, 1, [0]), key(1, 0, [1])]
@@ -202,8 +214,8 @@ BUGS = {
              steps_have_their_own_gradients, ("actor/grad_norm", "critic/grad_norm")),
     "O": Bug("critic_learns_advantages", "With a reward of 1 and values of 0, the value loss is 0.5.",
              targets_are_the_rewards, ("critic/grad_norm", "critic/explained_variance", "critic/value_mean")),
-    "P": Bug("denominator_counts_the_prompt", "`actor/entropy` is a mean per sampled token.",
-             keeps("minibatches", "without the prompts"), ("actor/entropy", "objective/entropy", "actor/clipfrac")),
+    "P": Bug("answers_of_another_length_are_rewarded", "An answer of another length earns nothing.",
+             sorting_is_rewarded, ("objective/reward", "objective/accuracy", "objective/response_tokens")),
     "Q": Bug("policy_denominator_of_the_microbatch", "--micro-batch-tokens does not change a gradient.",
              microbatches_do_not_matter, ("actor/grad_norm", "actor/clipfrac"), f"{SHORT} --micro-batch-tokens 256"),
     "R": Bug("learning_rate_never_set", "With a learning rate of 0 the weights stay as they are.",
@@ -216,14 +228,14 @@ BUGS = {
     "U": Bug("returns_without_values", "The targets of the critic do not depend on its values, if lambda is 1.",
              keeps("gae", "plus the value"), ("critic/return_mean", "critic/value_mean", "objective/reward"),
              LONG),
-    "V": Bug("answers_of_another_length_are_rewarded", "An answer of another length earns nothing.",
-             sorting_is_rewarded, ("objective/reward", "objective/accuracy", "objective/response_tokens")),
+    "V": Bug("values_after_the_token", "A value does not depend on the token that is sampled there.",
+             keeps("shift", "has not seen it"), ("critic/explained_variance", "objective/reward"), LONG),
     "W": Bug("advantages_of_another_order_of_rows", "A sample is trained on its own advantages.",
              keeps("advantages", "all samples together"), ("objective/reward",),
              LONG),
     # --- No metric shows it
-    "X": Bug("values_after_the_token", "A value does not depend on the token that is sampled next.",
-             keeps("shift", "has not seen it"), ("critic/explained_variance",)),
+    "X": Bug("feedback_in_the_mask", "Only tokens that the policy sampled are trained on.",
+             given_text_is_no_action, ()),
     "Y": Bug("noise_without_iteration", "Two iterations draw different noise for the same prompt.",
              noise_has_four_causes, ()),
     "Z": Bug("export_is_the_reference", "The folder model/ has the weights that the last evaluation used.",
