@@ -1,0 +1,349 @@
+"""forks/any_model.patch: models of transformers in place of the script's, family by family, and with all else."""
+
+import json
+import re
+import shutil
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from check_model import differences, patched_module, randomised
+from distributed_worker import run_on_ranks
+from test_forks import run
+
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=8, vocab_size=99, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+             moe_intermediate_size=16, num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2,
+             moe_num_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, sliding_window=7)  # fmt: skip
+MIXED = dict(layer_types=["sliding_attention", "full_attention"])
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+LONGROPE = dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.1] * 4, long_factor=[9.0] * 4,
+                                     original_max_position_embeddings=128), sliding_window=None)  # fmt: skip
+FAMILIES = {  # name: (model_type, changes of SIZES); those of QUICK run in every run of the tests, the others with --slow
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", dict(tie_word_embeddings=True)),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", dict(sliding_window=None)),
+    "mistral, window": ("mistral", {}),
+    "ministral": ("ministral", {}),
+    "ministral 3": ("ministral3", {}),
+    "gemma": ("gemma", dict(tie_word_embeddings=True)),
+    "gemma 2 without its last soft cap": ("gemma2", dict(final_logit_softcapping=None, attn_logit_softcapping=2.0)),
+    "gemma 3": ("gemma3_text", MIXED | dict(query_pre_attn_scalar=24, tie_word_embeddings=True)),
+    "gemma 4, keys shared by layers": ("gemma4_text", dict(
+        layer_types=MIXED["layer_types"] * 2, num_hidden_layers=4, num_kv_shared_layers=2, global_head_dim=16,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=99)),
+    "olmo": ("olmo", {}),
+    "olmo 2": ("olmo2", {}),
+    "olmo 3": ("olmo3", MIXED),
+    "smollm 3": ("smollm3", dict(no_rope_layers=[1, 0])),
+    "phi 3": ("phi3", {}),
+    "phi 4 mini": ("phi3", LONGROPE | dict(partial_rotary_factor=1.0)),
+    "granite": ("granite", dict(logits_scaling=3.0, attention_multiplier=0.2, embedding_multiplier=5.0,
+                                residual_multiplier=0.7)),
+    "granite, window and sinks": ("granite_swa", MIXED),
+    "cohere": ("cohere", {}),
+    "cohere 2": ("cohere2", MIXED),
+    "glm 4": ("glm4", {}),
+    "exaone 4": ("exaone4", MIXED),
+    "starcoder 2": ("starcoder2", {}),
+    "helium": ("helium", {}),
+    "ernie 4.5": ("ernie4_5", {}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    "seed-oss": ("seed_oss", {}),
+    "apertus": ("apertus", {}),
+    "arcee": ("arcee", {}),
+    "gpt 2": ("gpt2", {}),
+    "gpt-neox": ("gpt_neox", {}),
+    "opt": ("opt", {}),
+    "minicpm 3, latent attention": ("minicpm3", LATENT | dict(scale_emb=2, dim_model_base=16)),
+    "qwen3 mixture": ("qwen3_moe", {}),
+    "qwen2 mixture": ("qwen2_moe", {}),
+    "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {}),
+    "granite mixture": ("granitemoe", dict(logits_scaling=3.0)),
+    "phi 3.5 mixture": ("phimoe", {}),
+    "gpt-oss, sinks": ("gpt_oss", MIXED),
+    "glm 4.5 mixture": ("glm4_moe", {}),
+    "deepseek v2": ("deepseek_v2", LATENT),
+    "deepseek v3": ("deepseek_v3", LATENT),
+    "mimo, heads that differ by layer": ("mimo_v2_flash", MIXED | dict(swa_num_key_value_heads=4, swa_num_attention_heads=4)),
+}  # fmt: skip
+QUICK = ["qwen3", "mistral, window", "gemma 2 without its last soft cap", "gemma 3", "gemma 4, keys shared by layers",
+         "olmo 2", "phi 4 mini", "granite", "cohere 2", "gpt 2", "qwen3 mixture", "gpt-oss, sinks", "deepseek v3"]  # fmt: skip
+NO_CAUSAL = "not causal attention in every layer"
+NO_HEAD = "its head has a bias or a soft cap"
+REFUSED = {
+    "gemma2": ("Gemma2ForCausalLM: " + NO_HEAD, {}),
+    "phi": ("PhiForCausalLM: " + NO_HEAD, {}),
+    "qwen3_next": ("Qwen3NextForCausalLM: " + NO_CAUSAL, {}),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM: " + NO_CAUSAL, {}),
+    "lfm2": ("Lfm2ForCausalLM: " + NO_CAUSAL, dict(layer_types=["conv", "full_attention"])),
+    "falcon_h1": ("FalconH1ForCausalLM: " + NO_CAUSAL, {}),
+    "mamba": ("MambaForCausalLM: " + NO_CAUSAL, {}),
+    "llama4_text": ("Llama4ForCausalLM: " + NO_CAUSAL, {}),  # in chunks
+    "diffllama": ("DiffLlamaForCausalLM: " + NO_CAUSAL, {}),  # attention that runs twice
+    "deepseek_v32": ("DeepseekV32ForCausalLM: " + NO_CAUSAL, LATENT),  # a choice of tokens
+    "bloom": ("BloomForCausalLM: " + NO_CAUSAL, {}),
+    "bert": ("BertLMHeadModel: " + NO_CAUSAL, {}),
+    "t5": ("cannot make a decoder of the family t5", {}),
+    "gemma3": ("Gemma3ForConditionalGeneration: " + NO_CAUSAL, {}),  # which sees images
+}
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory):
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return patched_module(tmp_path_factory.mktemp("any_model"))
+
+
+def family_config(name):
+    kind, changes = FAMILIES[name]
+    return transformers.AutoConfig.for_model(kind, **SIZES | changes)
+
+
+def checkpoint_of(config, folder, auto=transformers.AutoModelForCausalLM, **saving):
+    """A folder of transformers, in which no weight has a special value."""
+    randomised(auto.from_config(config)).save_pretrained(folder, **saving)
+    return folder
+
+
+def slow_unless_quick(names):
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", slow_unless_quick(FAMILIES))
+def test_a_family_is_that_of_transformers(ppo, tmp_path, name):
+    """Log-probs, entropies, values and gradients of packed samples, decoding in waves and turns, and the export."""
+    found = differences(ppo, checkpoint_of(family_config(name), tmp_path / "in"), tmp_path)
+    spread = found.pop("spread of the logits")
+    assert spread > 0.1 and len(found) == 7
+    assert max(found.values()) <= 1e-5 * max(1.0, spread), found
+
+
+def test_families_are_enough_and_known():
+    assert len(FAMILIES) >= 22 + len(["llama", "qwen2", "qwen3"]) and {*QUICK} <= {*FAMILIES}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_computed_is_refused_by_name_before_weights_are_loaded(ppo, tmp_path, kind):
+    message, changes = REFUSED[kind]
+    sizes = SIZES if kind != "gemma3" else {}
+    transformers.AutoConfig.for_model(kind, **sizes | changes).save_pretrained(tmp_path)  # no weights
+    shutil.copy(tokenizer_folder(ppo, tmp_path / "tokenizer") / "tokenizer.json", tmp_path)
+    shutil.copy(tmp_path / "tokenizer" / "tokenizer_config.json", tmp_path)
+    args = ppo.Args(max_prompt_tokens=9, max_new_tokens=9, device="cpu", dtype="float32", compile="off")
+    with pytest.raises(ppo.UserError, match=re.escape(message)):
+        ppo.load_model(str(tmp_path), "lm", args)
+
+
+def tokenizer_folder(ppo, folder):
+    ppo.HFTokenizer.from_texts(["0123456789=abcdefwx"]).hf.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gemma 3", "qwen3 mixture", "deepseek v3"])
+@torch.no_grad()
+def test_a_checkpoint_in_several_files(ppo, tmp_path, name):
+    folder = checkpoint_of(family_config(name), tmp_path / "in", max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    ids = torch.randint(99, (2, 20))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    torch.testing.assert_close(ppo.load_hf_checkpoint(folder)[0](ids), theirs(ids).logits, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_buffers_and_weights_are_right_in_every_model_of_a_run(ppo, tmp_path):
+    """They are made without storage: actor, its copies, critic; the sampler in bfloat16 has its buffers in float32."""
+    config = family_config("gemma 3")
+    folder = tokenizer_folder(ppo, checkpoint_of(config, tmp_path / "in"))
+    args = ppo.Args(model=str(folder), max_prompt_tokens=9, max_new_tokens=9, device="cpu", dtype="bfloat16", compile="off")
+    tokenizer, actor = ppo.load_model(str(folder), "lm", args)
+    critic = ppo.build_critic(actor, tokenizer, args)
+    models = [actor, ppo.copy_model(actor, args), critic, ppo.copy_model(actor, args, sampler=True)]
+    theirs = dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_buffers())
+    assert {"model.embed_tokens.embed_scale", "model.rotary_emb.sliding_attention_inv_freq"} <= theirs.keys()
+    for model in models:
+        ours = dict(model.named_buffers())
+        assert all(torch.equal(ours[name], x) and ours[name].dtype == x.dtype for name, x in theirs.items())
+        assert not any(ppo.full_tensor(p).isnan().any() for p in model.parameters())
+    assert not ppo.full_tensor(critic.score.weight).any()
+    assert all(p.dtype == torch.bfloat16 for p in models[-1].parameters())
+    ids = torch.randint(99, (2, 20))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)(ids).logits.float()
+    assert (models[-1](ids).float() - expected).abs().mean() < 0.03 * expected.std()
+
+
+@torch.no_grad()
+def test_critics_and_reward_models_are_classifiers_of_the_family(ppo, tmp_path):
+    config = family_config("gemma 3")
+    config.num_labels, ids = 1, torch.randint(1, 99, (1, 20))
+    auto = transformers.AutoModelForSequenceClassification
+    checkpoint_of(config, tmp_path / "classifier", auto)
+    checkpoint_of(config, tmp_path / "lm")
+    values = {}
+    for name, needs_head in (("classifier", True), ("classifier", False), ("lm", False)):
+        model = ppo.Transformer(ppo.load_config(tmp_path / name), "scalar")
+        torch.nn.init.zeros_(model.score.weight)
+        ppo.load_weights(model, tmp_path / name, needs_head)
+        values[name, needs_head] = model(ids)
+        if name == "classifier":
+            theirs = auto.from_pretrained(tmp_path / name)(ids).logits[:, 0]
+            torch.testing.assert_close(values[name, needs_head][:, -1], theirs, rtol=0, atol=1e-5)
+            ppo.save_hf_checkpoint(model, ppo.HFTokenizer.from_texts(["abc"]), tmp_path / f"export {needs_head}")
+            exported = auto.from_pretrained(tmp_path / f"export {needs_head}")
+            assert exported.config.num_labels == 1
+            torch.testing.assert_close(exported(ids).logits[:, 0], theirs, rtol=0, atol=1e-5)
+    assert values["classifier", True].std() > 0.1 and not values["lm", False].any()
+    with pytest.raises(ppo.UserError, match="the files lack score.weight"):
+        ppo.load_weights(model, tmp_path / "lm")
+
+
+def test_checkpoints_that_do_not_fit_are_refused(ppo, tmp_path):
+    folder = checkpoint_of(family_config("olmo 2"), tmp_path)
+    weights = ppo.safetensors.torch.load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+
+    def error(match, changes=(), **config_changes):
+        ppo.safetensors.torch.save_file({**weights, **dict(changes)}, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config | config_changes))
+        with pytest.raises(ppo.UserError, match=match):
+            ppo.load_hf_checkpoint(folder)
+
+    error("the model has no model.layers.0.self_attn.q_proj.bias",
+          {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)})  # fmt: skip
+    error("lm_head.weight is not the embedding, to which config.json ties it", tie_word_embeddings=True)
+    del weights["model.norm.weight"]
+    error("the files lack model.norm.weight")
+
+
+FLAGS = dict(sft_steps=0, max_prompt_tokens=16, max_new_tokens=5, actor_lr=5e-4, actor_epochs=1)
+
+
+def training_folder(folder, name):
+    """A tiny random model with the tokenizer of the characters that the tests' environments use."""
+    ppo = types.SimpleNamespace(HFTokenizer=__import__("ppo_llm").HFTokenizer)
+    tokenizer_folder(ppo, folder)
+    config = family_config(name)
+    config.vocab_size = 40
+    config.eos_token_id, config.pad_token_id = 1, 0
+    return str(checkpoint_of(config, folder))
+
+
+@pytest.fixture
+def flags(tmp_path):
+    return lambda name, **more: dict(model=training_folder(tmp_path / "in", name), sft_steps=0, max_prompt_tokens=16,
+                                     actor_lr=5e-4, critic_lr=1e-3, **more)  # fmt: skip
+
+
+def without_clock(rows):
+    return [{name: x for name, x in row.items() if not name.startswith("time/")} for row in rows]
+
+
+@pytest.mark.parametrize("patches", ["any_model,group_normalised,sampler_correction", "any_model,lora"])
+def test_training_with_another_patch(tmp_path, flags, patches):
+    name = "gemma 3" if "lora" in patches else "qwen3 mixture"
+    _, rows, folder = run(patches, tmp_path, **flags(name, n_samples_per_prompt=2))
+    assert len(rows) == 2 and all(row["debug/sampler_trainer_logprob_diff"] < 1e-5 for row in rows)
+    assert rows[0]["actor/grad_norm"] > 0 and rows[1]["ratio/last_dev"] > 0
+    transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma 3", "qwen3 mixture"])
+def test_a_resumed_run_is_bit_identical(tmp_path, flags, name):
+    settings = flags(name, env_id="environments:TwoTurns-v0", max_new_tokens=12)
+    _, rows, folder = run("any_model", tmp_path, **settings)
+    exported = (folder / "model" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder / "checkpoints" / "iter_000002")
+    _, resumed, _ = run("any_model", tmp_path, resume="auto", **settings)
+    assert without_clock(resumed) == without_clock(rows)
+    assert (folder / "model" / "model.safetensors").read_bytes() == exported
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [dict(activation_checkpointing=True), dict(micro_batch_tokens=48)], ids=str)
+@pytest.mark.parametrize("name", ["gemma 3", "qwen3 mixture"])
+def test_checkpointing_of_activations_and_other_microbatches_change_nothing(tmp_path, flags, name, changes):
+    settings = flags(name)
+    _, rows, folder = run("any_model", tmp_path, **settings)
+    shutil.rmtree(folder)
+    _, others, _ = run("any_model", tmp_path, **settings, **changes)
+    for row, other in zip(rows, others, strict=True):
+        for key in ("actor/grad_norm", "critic/grad_norm", "objective/reward", "ratio/last_dev"):
+            assert other[key] == pytest.approx(row[key], rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma 3", "qwen3 mixture", "gpt-oss, sinks"])
+def test_training_in_bfloat16(tmp_path, flags, name):
+    """The first ratio is exactly 1; `run` asserts it."""
+    _, rows, _ = run("any_model", tmp_path, **flags(name, dtype="bfloat16"))
+    assert all(0 < row["debug/sampler_trainer_logprob_diff"] < 0.1 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma 3", "qwen3 mixture"])
+def test_two_ranks_compute_the_same_as_one(tmp_path, name):
+    settings = dict(model=training_folder(tmp_path / "in", name), sft_steps=0, max_prompt_tokens=16, max_new_tokens=5,
+                    actor_lr=5e-4, critic_lr=1e-3, num_iterations=2, rollout_batch_size=16, train_batch_size=8,
+                    eval_episodes=4, save_every=0, env_id="environments:Plain-v0", device="cpu", kl_coef=0.1)  # fmt: skip
+    logs = []
+    for ranks in (1, 2):
+        (tmp_path / f"{ranks}").mkdir()
+        ppo = patched_module(tmp_path / f"{ranks}")
+        run_on_ranks(ppo, tmp_path / f"{ranks}", ranks, ["run", settings, None])
+        text = (tmp_path / f"{ranks}" / "run" / "metrics.jsonl").read_text()
+        logs.append([json.loads(line) for line in text.splitlines()])
+    for one, two in zip(*logs, strict=True):
+        for key in ("actor/grad_norm", "critic/grad_norm", "objective/reward", "ratio/last_dev"):
+            assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
+    seen = json.loads((tmp_path / "2" / "run.0.json").read_text())
+    assert seen["models"]["actor"] == ["DTensor", "torch.float32"]
+    exports = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / x / "run" / "model") for x in "12"]
+    for one, two in zip(*(model.parameters() for model in exports), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "gemma 3", "granite", "qwen3 mixture", "gpt-oss, sinks"])
+def test_compiled_layers_have_no_graph_breaks(ppo, tmp_path, name, monkeypatch):
+    """And the numbers of layers that are not compiled. What is compiled runs as PyTorch's operators here."""
+    model, _ = ppo.load_hf_checkpoint(checkpoint_of(family_config(name), tmp_path))
+    episodes = [ppo.Episode(seed) for seed in range(3)]
+    for episode, n in zip(episodes, (4, 11, 20)):
+        episode.add([5] * 3)
+        episode.add(torch.randint(6, 99, (n,)).tolist(), [0.0] * n)
+    mb = ppo.Experience.from_episodes(episodes).microbatch(torch.arange(3), "cpu")
+    expected, _ = model.sampled_logprobs(mb, 1.0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in model.model.layers:
+        block.compile(dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(model.sampled_logprobs(mb, 1.0)[0], expected, rtol=0, atol=1e-5)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma 3", "gpt-oss, sinks"])
+def test_continuous_batching_samples_the_same(tmp_path, flags, name):
+    """Both scripts sample the same texts with log-probs that are equal up to rounding, over several turns."""
+    episodes = []
+    for script in ("ppo_llm", "ppo_llm_continuous_batching"):
+        folder = tmp_path / script
+        folder.mkdir()
+        ppo = patched_module(folder, script)
+        args = dict(model=training_folder(folder / "in", name), sft_steps=0, max_prompt_tokens=16, max_new_tokens=12)
+        torch.manual_seed(0)
+        args = ppo.Args(env_id="environments:Endless-v0", device="cpu", dtype="float32", compile="off", **args)
+        tokenizer, actor = ppo.load_model(args.model, "lm", args)
+        envs = [ppo.gym.make(args.env_id, disable_env_checker=True) for _ in range(4)]
+        decoder = ppo.Decoder(ppo.copy_model(actor, args, sampler=True), 4, tokenizer.stop_ids, args)
+        episodes.append(ppo.rollout(decoder, tokenizer, envs, range(10), range(10), 0, args))
+    for one, two in zip(*episodes, strict=True):
+        assert one.ids == two.ids and one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
+    assert any(len(e.response_starts) > 1 for e in episodes[0])
