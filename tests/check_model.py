@@ -50,7 +50,7 @@ def alone(theirs, ids):
 
 
 def distance(ours, theirs) -> float:
-    return float((ours - theirs).abs().max())
+    return float((ours - theirs).detach().abs().max())
 
 
 def gradient_distance(ours, theirs) -> float:
@@ -74,7 +74,7 @@ def differences_in_training(ppo, ours, theirs, texts) -> dict:
     mb = experience.microbatch(torch.arange(len(texts)), "cpu")
     critic = ppo.Transformer(ours.config, "scalar")
     ppo.copy_weights(ours, critic)
-    torch.nn.init.normal_(critic.score.weight)
+    torch.nn.init.normal_(critic.score.weight, std=0.1)
     weights, result = torch.randn(mb.mask.shape) * mb.mask, {}
     logprobs, entropies, values = (torch.zeros(mb.mask.shape) for _ in range(3))
     for row, episode in enumerate(episodes):
@@ -151,7 +151,7 @@ def differences(ppo, checkpoint: Path, folder: Path, tokens=24) -> dict[str, flo
     lengths = [(5, tokens // 2), (3, tokens), (tokens // 2, 4), (9, tokens // 3)]
     random_ids = lambda n: torch.randint(6, config.vocab_size, (n,)).tolist()
     texts = [(random_ids(prompt), random_ids(response)) for prompt, response in lengths]
-    spread = float(alone(theirs, texts[1][0] + texts[1][1])[0].std())
+    spread = float(alone(theirs, texts[1][0] + texts[1][1])[0].detach().std())
     result = differences_in_training(ppo, ours, theirs, texts)
     result["log-probs in decoding"] = difference_in_decoding(ppo, ours, theirs, texts)
     result["logits of the export"] = difference_of_export(ppo, ours, folder, texts[1][0] + texts[1][1])

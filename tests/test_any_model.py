@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import types
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ import transformers
 from check_model import differences, patched_module, randomised
 from distributed_worker import run_on_ranks
 from test_forks import run
+
+import ppo_llm
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              head_dim=8, vocab_size=99, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -44,8 +45,8 @@ FAMILIES = {  # name: (model_type, changes of SIZES); those of QUICK run in ever
     "granite": ("granite", dict(logits_scaling=3.0, attention_multiplier=0.2, embedding_multiplier=5.0,
                                 residual_multiplier=0.7)),
     "granite, window and sinks": ("granite_swa", MIXED),
-    "cohere": ("cohere", {}),
-    "cohere 2": ("cohere2", MIXED),
+    "cohere": ("cohere", dict(logit_scale=0.5)),
+    "cohere 2": ("cohere2", MIXED | dict(logit_scale=0.5)),
     "glm 4": ("glm4", {}),
     "exaone 4": ("exaone4", MIXED),
     "starcoder 2": ("starcoder2", {}),
@@ -88,13 +89,13 @@ REFUSED = {
     "deepseek_v32": ("DeepseekV32ForCausalLM: " + NO_CAUSAL, LATENT),  # a choice of tokens
     "bloom": ("BloomForCausalLM: " + NO_CAUSAL, {}),
     "bert": ("BertLMHeadModel: " + NO_CAUSAL, {}),
-    "t5": ("cannot make a decoder of the family t5", {}),
+    "t5": ("Unrecognized configuration class", {}),
     "gemma3": ("Gemma3ForConditionalGeneration: " + NO_CAUSAL, {}),  # which sees images
 }
 
 
 @pytest.fixture(scope="module")
-def ppo(tmp_path_factory):
+def patched(tmp_path_factory):
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return patched_module(tmp_path_factory.mktemp("any_model"))
@@ -116,9 +117,9 @@ def slow_unless_quick(names):
 
 
 @pytest.mark.parametrize("name", slow_unless_quick(FAMILIES))
-def test_a_family_is_that_of_transformers(ppo, tmp_path, name):
+def test_a_family_is_that_of_transformers(patched, tmp_path, name):
     """Log-probs, entropies, values and gradients of packed samples, decoding in waves and turns, and the export."""
-    found = differences(ppo, checkpoint_of(family_config(name), tmp_path / "in"), tmp_path)
+    found = differences(patched, checkpoint_of(family_config(name), tmp_path / "in"), tmp_path)
     spread = found.pop("spread of the logits")
     assert spread > 0.1 and len(found) == 7
     assert max(found.values()) <= 1e-5 * max(1.0, spread), found
@@ -129,15 +130,15 @@ def test_families_are_enough_and_known():
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_not_computed_is_refused_by_name_before_weights_are_loaded(ppo, tmp_path, kind):
+def test_what_is_not_computed_is_refused_by_name_before_weights_are_loaded(patched, tmp_path, kind):
     message, changes = REFUSED[kind]
     sizes = SIZES if kind != "gemma3" else {}
     transformers.AutoConfig.for_model(kind, **sizes | changes).save_pretrained(tmp_path)  # no weights
-    shutil.copy(tokenizer_folder(ppo, tmp_path / "tokenizer") / "tokenizer.json", tmp_path)
+    shutil.copy(tokenizer_folder(patched, tmp_path / "tokenizer") / "tokenizer.json", tmp_path)
     shutil.copy(tmp_path / "tokenizer" / "tokenizer_config.json", tmp_path)
-    args = ppo.Args(max_prompt_tokens=9, max_new_tokens=9, device="cpu", dtype="float32", compile="off")
-    with pytest.raises(ppo.UserError, match=re.escape(message)):
-        ppo.load_model(str(tmp_path), "lm", args)
+    args = patched.Args(max_prompt_tokens=9, max_new_tokens=9, device="cpu", dtype="float32", compile="off")
+    with pytest.raises(patched.UserError, match=re.escape(message)):
+        patched.load_model(str(tmp_path), "lm", args)
 
 
 def tokenizer_folder(ppo, folder):
@@ -147,30 +148,30 @@ def tokenizer_folder(ppo, folder):
 
 @pytest.mark.parametrize("name", ["gemma 3", "qwen3 mixture", "deepseek v3"])
 @torch.no_grad()
-def test_a_checkpoint_in_several_files(ppo, tmp_path, name):
+def test_a_checkpoint_in_several_files(patched, tmp_path, name):
     folder = checkpoint_of(family_config(name), tmp_path / "in", max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     ids = torch.randint(99, (2, 20))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    torch.testing.assert_close(ppo.load_hf_checkpoint(folder)[0](ids), theirs(ids).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(patched.load_hf_checkpoint(folder)[0](ids), theirs(ids).logits, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
-def test_buffers_and_weights_are_right_in_every_model_of_a_run(ppo, tmp_path):
+def test_buffers_and_weights_are_right_in_every_model_of_a_run(patched, tmp_path):
     """They are made without storage: actor, its copies, critic; the sampler in bfloat16 has its buffers in float32."""
     config = family_config("gemma 3")
-    folder = tokenizer_folder(ppo, checkpoint_of(config, tmp_path / "in"))
-    args = ppo.Args(model=str(folder), max_prompt_tokens=9, max_new_tokens=9, device="cpu", dtype="bfloat16", compile="off")
-    tokenizer, actor = ppo.load_model(str(folder), "lm", args)
-    critic = ppo.build_critic(actor, tokenizer, args)
-    models = [actor, ppo.copy_model(actor, args), critic, ppo.copy_model(actor, args, sampler=True)]
+    folder = tokenizer_folder(patched, checkpoint_of(config, tmp_path / "in"))
+    args = patched.Args(model=str(folder), max_prompt_tokens=9, max_new_tokens=9, device="cpu", dtype="bfloat16", compile="off")
+    tokenizer, actor = patched.load_model(str(folder), "lm", args)
+    critic = patched.build_critic(actor, tokenizer, args)
+    models = [actor, patched.copy_model(actor, args), critic, patched.copy_model(actor, args, sampler=True)]
     theirs = dict(transformers.AutoModelForCausalLM.from_pretrained(folder).named_buffers())
     assert {"model.embed_tokens.embed_scale", "model.rotary_emb.sliding_attention_inv_freq"} <= theirs.keys()
     for model in models:
         ours = dict(model.named_buffers())
         assert all(torch.equal(ours[name], x) and ours[name].dtype == x.dtype for name, x in theirs.items())
-        assert not any(ppo.full_tensor(p).isnan().any() for p in model.parameters())
-    assert not ppo.full_tensor(critic.score.weight).any()
+        assert not any(patched.full_tensor(p).isnan().any() for p in model.parameters())
+    assert not patched.full_tensor(critic.score.weight).any()
     assert all(p.dtype == torch.bfloat16 for p in models[-1].parameters())
     ids = torch.randint(99, (2, 20))
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)(ids).logits.float()
@@ -178,7 +179,7 @@ def test_buffers_and_weights_are_right_in_every_model_of_a_run(ppo, tmp_path):
 
 
 @torch.no_grad()
-def test_critics_and_reward_models_are_classifiers_of_the_family(ppo, tmp_path):
+def test_critics_and_reward_models_are_classifiers_of_the_family(patched, tmp_path):
     config = family_config("gemma 3")
     config.num_labels, ids = 1, torch.randint(1, 99, (1, 20))
     auto = transformers.AutoModelForSequenceClassification
@@ -186,32 +187,32 @@ def test_critics_and_reward_models_are_classifiers_of_the_family(ppo, tmp_path):
     checkpoint_of(config, tmp_path / "lm")
     values = {}
     for name, needs_head in (("classifier", True), ("classifier", False), ("lm", False)):
-        model = ppo.Transformer(ppo.load_config(tmp_path / name), "scalar")
+        model = patched.Transformer(patched.load_config(tmp_path / name), "scalar")
         torch.nn.init.zeros_(model.score.weight)
-        ppo.load_weights(model, tmp_path / name, needs_head)
+        patched.load_weights(model, tmp_path / name, needs_head)
         values[name, needs_head] = model(ids)
         if name == "classifier":
             theirs = auto.from_pretrained(tmp_path / name)(ids).logits[:, 0]
             torch.testing.assert_close(values[name, needs_head][:, -1], theirs, rtol=0, atol=1e-5)
-            ppo.save_hf_checkpoint(model, ppo.HFTokenizer.from_texts(["abc"]), tmp_path / f"export {needs_head}")
+            patched.save_hf_checkpoint(model, patched.HFTokenizer.from_texts(["abc"]), tmp_path / f"export {needs_head}")
             exported = auto.from_pretrained(tmp_path / f"export {needs_head}")
             assert exported.config.num_labels == 1
             torch.testing.assert_close(exported(ids).logits[:, 0], theirs, rtol=0, atol=1e-5)
     assert values["classifier", True].std() > 0.1 and not values["lm", False].any()
-    with pytest.raises(ppo.UserError, match="the files lack score.weight"):
-        ppo.load_weights(model, tmp_path / "lm")
+    with pytest.raises(patched.UserError, match="the files lack score.weight"):
+        patched.load_weights(model, tmp_path / "lm")
 
 
-def test_checkpoints_that_do_not_fit_are_refused(ppo, tmp_path):
+def test_checkpoints_that_do_not_fit_are_refused(patched, tmp_path):
     folder = checkpoint_of(family_config("olmo 2"), tmp_path)
-    weights = ppo.safetensors.torch.load_file(folder / "model.safetensors")
+    weights = patched.safetensors.torch.load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
 
     def error(match, changes=(), **config_changes):
-        ppo.safetensors.torch.save_file({**weights, **dict(changes)}, folder / "model.safetensors", {"format": "pt"})
+        patched.safetensors.torch.save_file({**weights, **dict(changes)}, folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config | config_changes))
-        with pytest.raises(ppo.UserError, match=match):
-            ppo.load_hf_checkpoint(folder)
+        with pytest.raises(patched.UserError, match=match):
+            patched.load_hf_checkpoint(folder)
 
     error("the model has no model.layers.0.self_attn.q_proj.bias",
           {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)})  # fmt: skip
@@ -220,13 +221,9 @@ def test_checkpoints_that_do_not_fit_are_refused(ppo, tmp_path):
     error("the files lack model.norm.weight")
 
 
-FLAGS = dict(sft_steps=0, max_prompt_tokens=16, max_new_tokens=5, actor_lr=5e-4, actor_epochs=1)
-
-
 def training_folder(folder, name):
     """A tiny random model with the tokenizer of the characters that the tests' environments use."""
-    ppo = types.SimpleNamespace(HFTokenizer=__import__("ppo_llm").HFTokenizer)
-    tokenizer_folder(ppo, folder)
+    tokenizer_folder(ppo_llm, folder)
     config = family_config(name)
     config.vocab_size = 40
     config.eos_token_id, config.pad_token_id = 1, 0
@@ -310,14 +307,14 @@ def test_two_ranks_compute_the_same_as_one(tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gemma 3", "granite", "qwen3 mixture", "gpt-oss, sinks"])
-def test_compiled_layers_have_no_graph_breaks(ppo, tmp_path, name, monkeypatch):
+def test_compiled_layers_have_no_graph_breaks(patched, tmp_path, name, monkeypatch):
     """And the numbers of layers that are not compiled. What is compiled runs as PyTorch's operators here."""
-    model, _ = ppo.load_hf_checkpoint(checkpoint_of(family_config(name), tmp_path))
-    episodes = [ppo.Episode(seed) for seed in range(3)]
+    model, _ = patched.load_hf_checkpoint(checkpoint_of(family_config(name), tmp_path))
+    episodes = [patched.Episode(seed) for seed in range(3)]
     for episode, n in zip(episodes, (4, 11, 20)):
         episode.add([5] * 3)
         episode.add(torch.randint(6, 99, (n,)).tolist(), [0.0] * n)
-    mb = ppo.Experience.from_episodes(episodes).microbatch(torch.arange(3), "cpu")
+    mb = patched.Experience.from_episodes(episodes).microbatch(torch.arange(3), "cpu")
     expected, _ = model.sampled_logprobs(mb, 1.0)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
