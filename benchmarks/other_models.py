@@ -1,0 +1,119 @@
+"""What forks/any_model.patch costs, and how other models learn: docs/other_models.md has the results.
+
+    python benchmarks/other_models.py speed             # the built-in Qwen3 and that of transformers, in turns
+    python benchmarks/other_models.py make gemma3_text DIR --seed 1   # a tiny random model for the default task
+    python benchmarks/other_models.py smoke             # a short form of `speed`
+"""
+
+import argparse
+import json
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import ppo_llm  # noqa: E402
+
+SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+             head_dim=16, max_position_embeddings=24, bos_token_id=None, tie_word_embeddings=False)  # fmt: skip
+KINDS = {
+    "qwen3": {},
+    "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8,
+                        query_pre_attn_scalar=16, tie_word_embeddings=True),
+    "qwen3_moe": dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
+}  # fmt: skip
+# The defaults of a run without --model.
+FLAGS = ["--max-prompt-tokens", "16", "--max-new-tokens", "8", "--actor-lr", "5e-4"]
+
+
+def make(kind: str, folder: Path, seed: int):
+    """A folder with a random model of the size of the built-in one, and the tokenizer of its task's characters."""
+    resets = [ppo_llm.env_reset(ppo_llm.SortDigits(), seed) for seed in range(256)]
+    texts = [info["demonstration"] for _, info in resets]
+    texts += [message["content"] for messages, _ in resets for message in messages]
+    tokenizer = ppo_llm.HFTokenizer.from_texts(texts)
+    ids = dict(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    ppo_llm.torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(kind, **SIZES | ids | KINDS[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, p in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:  # As in the built-in model, branches end with smaller weights.
+            p.data /= 2
+    model.save_pretrained(folder)
+    tokenizer.hf.save_pretrained(folder)
+    print(f"{kind}: {sum(p.numel() for p in model.parameters()):,} parameters in {folder}")
+
+
+def iterations(script: Path, folder: Path, number: int) -> dict:
+    """Seconds of the processor per iteration, of which the first is left out, and the peak of the memory in MB."""
+    code = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(script.parent)]}; import other_models as o; o.timed()"
+    flags = ["--model", folder, *FLAGS, "--sft-steps", "0", "--eval-episodes", "0", "--save-every", "0"]
+    with tempfile.TemporaryDirectory() as work:
+        command = [sys.executable, "-W", "ignore", "-c", code, *flags, "--num-iterations", number + 1, "--log-dir", work]
+        out = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
+    return json.loads(out.splitlines()[-1])
+
+
+def timed():
+    """Run the script that is first on the path, and print what `iterations` returns."""
+    sys.modules.pop("ppo_llm", None)
+    sys.path.remove(str(ROOT))
+    ppo = __import__("ppo_llm")
+    ends, log = [], ppo.Run.log
+    ppo.torch.set_num_threads(1)
+
+    def log_and_time(*args):
+        ends.append(time.process_time())
+        log(*args)
+
+    ppo.Run.log = log_and_time
+    ppo.train(ppo.tyro.cli(ppo.Args))
+    seconds = [b - a for a, b in zip(ends, ends[1:])]
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"script": ppo.__file__, "seconds": statistics.median(seconds), "memory": memory}))
+
+
+def speed(pairs: int, number: int):
+    with tempfile.TemporaryDirectory() as work:
+        patched, folder = Path(work, "patched"), Path(work, "qwen3")
+        patched.mkdir()
+        shutil.copy(ROOT / "ppo_llm.py", patched)
+        subprocess.run(["git", "apply", ROOT / "forks" / "any_model.patch"], cwd=patched, check=True)
+        make("qwen3", folder, seed=1)
+        ratios = []
+        for _ in range(pairs):
+            one = iterations(ROOT / "ppo_llm.py", folder, number)
+            two = iterations(patched / "ppo_llm.py", folder, number)
+            assert Path(two["script"]).parent == patched and Path(one["script"]).parent == ROOT
+            ratios.append(two["seconds"] / one["seconds"])
+            print(f"built-in {one['seconds']:.3f} s, {one['memory']:.0f} MB; "
+                  f"patch {two['seconds']:.3f} s, {two['memory']:.0f} MB; ratio {ratios[-1]:.3f}", flush=True)  # fmt: skip
+        print(f"median ratio {statistics.median(ratios):.3f} of {pairs} pairs of {number} iterations")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    maker = commands.add_parser("make")
+    maker.add_argument("kind", choices=KINDS)
+    maker.add_argument("folder", type=Path)
+    maker.add_argument("--seed", type=int, default=1)
+    commands.add_parser("speed")
+    commands.add_parser("smoke")
+    args = parser.parse_args()
+    if args.command == "make":
+        make(args.kind, args.folder, args.seed)
+    else:
+        speed(*((3, 12) if args.command == "speed" else (1, 2)))
+
+
+if __name__ == "__main__":
+    main()
