@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from check_model import differences, patched_module, randomised
+from conftest import ROOT
 from distributed_worker import run_on_ranks
 from test_forks import run
 
@@ -122,7 +123,9 @@ def test_a_family_is_that_of_transformers(patched, tmp_path, name):
     found = differences(patched, checkpoint_of(family_config(name), tmp_path / "in"), tmp_path)
     spread = found.pop("spread of the logits")
     assert spread > 0.1 and len(found) == 7
-    assert max(found.values()) <= 1e-5 * max(1.0, spread), found
+    for what, x in found.items():  # Rounding differs, as it does between two kinds of attention in transformers.
+        allowed = 1e-4 if "gradient" in what or what == "values" else 1e-5
+        assert x <= allowed * max(1.0, spread), (what, found)
 
 
 def test_families_are_enough_and_known():
@@ -344,3 +347,31 @@ def test_continuous_batching_samples_the_same(tmp_path, flags, name):
     for one, two in zip(*episodes, strict=True):
         assert one.ids == two.ids and one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
     assert any(len(e.response_starts) > 1 for e in episodes[0])
+
+
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "<start>{{ 'model' if m.role == 'assistant' else m.role }}:{{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>model:{% endif %}"
+)
+
+
+def test_a_chat_template_like_that_of_gemma(tmp_path):
+    """It writes <bos>, ends turns by another token than eos, calls the assistant model and has no system turn."""
+    hf = ppo_llm.HFTokenizer.from_texts(["moduelsr:abc\n"]).hf
+    hf.add_special_tokens(dict(bos_token="<bos>", additional_special_tokens=["<start>", "<end>"]))
+    hf.chat_template = GEMMA
+    hf.save_pretrained(tmp_path)
+    tokenizer = ppo_llm.HFTokenizer(tmp_path)
+    decode = lambda ids: tokenizer.hf.decode(ids).replace(" ", "")
+    assert decode(tokenizer.encode_prompt("ab")) == "<bos><start>user:ab<end>\n<start>model:"
+    assert tokenizer.hf.convert_ids_to_tokens(tokenizer.stop_ids) == ["<eos>", "<end>"]
+    assert decode(tokenizer.encode_feedback("c")) == "\n<start>user:c<end>\n<start>model:"
+    with pytest.raises(ppo_llm.UserError, match="no system role"):
+        tokenizer.encode_prompt([dict(role="system", content="a"), dict(role="user", content="b")])
+
+
+def test_the_page_lists_the_families_that_are_tested():
+    page = (ROOT / "docs" / "other_models.md").read_text()
+    rows = re.findall(r"^\| .+ \| `(\w+)` \| .* \|$", page, re.M)
+    assert sorted({*rows}) == sorted({kind for kind, _ in FAMILIES.values()})
