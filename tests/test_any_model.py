@@ -71,7 +71,8 @@ FAMILIES = {  # name: (model_type, changes of SIZES); those of QUICK run in ever
     "glm 4.5 mixture": ("glm4_moe", {}),
     "deepseek v2": ("deepseek_v2", LATENT),
     "deepseek v3": ("deepseek_v3", LATENT),
-    "mimo, heads that differ by layer": ("mimo_v2_flash", MIXED | dict(swa_num_key_value_heads=4, swa_num_attention_heads=4)),
+    "mimo, heads that differ by layer": ("mimo_v2_flash", MIXED | dict(
+        swa_num_key_value_heads=4, v_head_dim=8, swa_head_dim=8, swa_v_head_dim=8)),
 }  # fmt: skip
 QUICK = ["qwen3", "mistral, window", "gemma 2 without its last soft cap", "gemma 3", "gemma 4, keys shared by layers",
          "olmo 2", "phi 4 mini", "granite", "cohere 2", "gpt 2", "qwen3 mixture", "gpt-oss, sinks", "deepseek v3"]  # fmt: skip
@@ -282,7 +283,8 @@ def test_checkpointing_of_activations_and_other_microbatches_change_nothing(tmp_
 def test_training_in_bfloat16(tmp_path, flags, name):
     """The first ratio is exactly 1; `run` asserts it."""
     _, rows, _ = run("any_model", tmp_path, **flags(name, dtype="bfloat16"))
-    assert all(0 < row["debug/sampler_trainer_logprob_diff"] < 0.1 for row in rows)
+    gaps = [row["debug/sampler_trainer_logprob_diff"] for row in rows]
+    assert max(gaps) < 0.1, gaps
 
 
 @pytest.mark.slow
