@@ -3,6 +3,7 @@
     python benchmarks/cases.py                       # the cases, and the commands of their runs
     python benchmarks/cases.py run collapse          # makes the runs of a case; adds to data/cases.json
     python benchmarks/cases.py run collapse 2        # the same with seed 2
+    python benchmarks/cases.py read runs/table/CODE/*/line.json    # adds runs that table.py has made
     python benchmarks/cases.py table                 # numbers of all runs
     python benchmarks/cases.py plot                  # pictures/case_NAME.png
 
@@ -94,6 +95,15 @@ def store(run: Run, seed: int, output: str, rows: list[dict], samples: list[dict
     RESULTS.write_text(f"{{\n{text}\n}}\n")
 
 
+def read(lines: list[str]) -> None:
+    """Store those of table.py's runs whose flags are a case's."""
+    runs = {run.flags: run for case in CASES.values() for run in case.runs}
+    runs["--eval-every 20"] = runs.pop("")  # which does not change the training
+    for run, seed, folder, output in common.runs_of_table(lines, runs):
+        store(run, seed, output, *(common.read_lines(folder / f"{x}.jsonl") for x in ("metrics", "completions")))
+        print(f"{run.command()}, seed {seed}: {folder}")
+
+
 def median(curves: list[list], k: int) -> float:
     values = [curve[k] for curve in curves if curve[k] is not None]
     return statistics.median(values) if values else float("nan")
@@ -151,6 +161,8 @@ def main():
         for seed in map(int, seeds or ["1"]):
             for run in CASES[name].runs:
                 store(run, seed, *execute(run, seed))
+    elif verb == "read":
+        read(rest)
     elif verb == "table":
         table()
     elif verb == "plot":

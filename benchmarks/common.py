@@ -254,6 +254,15 @@ def patched_script(patch: str) -> Path:
     return copied
 
 
+def runs_of_table(lines: list[str], flags: dict[str, object]):
+    """Of runs that table.py has made, given by their line.json: (what `flags` has for it, seed, folder, output)."""
+    for path in map(Path, lines):
+        line = json.loads(path.read_text())
+        for words, found in flags.items():
+            if line["command"] == f"python ppo_llm.py {words} --seed {line['seed']}".replace("  ", " "):
+                yield found, line["seed"], path.parent / "run", path.parent.with_suffix(".txt").read_text()
+
+
 def forced_lengths(name: str, samples: int, mean: int, longest: int) -> list[int]:
     """Response lengths of the given mean, then cut to `longest`, from a fixed seed."""
     torch.manual_seed(0)

@@ -2,12 +2,18 @@
 
     python benchmarks/compare.py runs/mine             # a few seconds; beside the runs of the same task
     python benchmarks/compare.py runs/mine --task sums
+    python benchmarks/compare.py check default runs/a ...  # how often are healthy runs outside?
     echo "COMMIT COMMAND" | python benchmarks/compare.py add sums runs/a ...    # adds runs to data/reference.jsonl
 
 Prints what differs in the flags, a line for each metric, the first metric that leaves its band and where, and at last
-`inside` or `outside`. Draws runs/mine/compare.png. A run may be unfinished. The band around the mean of the reference
-runs is WIDTH standard deviations of a run, from one seed to another, plus a little. A point of a curve is the mean of a
+`inside` or `outside`. Draws runs/mine/compare.png. A run may be unfinished. A point of a curve is the mean of a
 fiftieth of the run, of some metrics the geometric one.
+
+The band around the mean of the reference runs has two parts. One is WIDTH standard deviations of a run, from one seed
+to another. The other is SHARE times the range of the mean over the run, because a few reference runs may be closer to
+each other than seeds usually are. Numbers below those of SMALLEST count as equal to them: they all mean that the policy
+hardly moves, and late in a run they differ by large factors. `check` compares each reference run with the others, and
+further runs with all of them.
 """
 
 import json
@@ -24,7 +30,8 @@ METRICS = (
 LOGARITHMIC = ("actor/approx_kl", "actor/grad_norm", "critic/value_loss")
 MAY_DIFFER = ("seed", "run_name", "log_dir", "resume", "save_every", "eval_every", "eval_episodes", "track",
               "wandb_project", "rollout_slots", "micro_batch_tokens", "compile", "device")  # fmt: skip
-WIDTH = 5.0
+SMALLEST = {"actor/approx_kl": 0.003, "actor/clipfrac": 0.01}
+WIDTH, SHARE = 4.25, 0.1  # Of 600 normal numbers one is 4.25 standard deviations off in 1 % of all runs.
 
 
 def read_args(folder: Path) -> dict:
@@ -65,22 +72,49 @@ def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     variance = curves.var(axis=0, ddof=1)
     around = np.pad(variance, 2, mode="edge")
     variance = np.mean([around[i : i + len(variance)] for i in range(5)], axis=0)
-    variance *= (1 + 1 / len(curves)) * 4 / (len(curves) - 1)  # the fewer runs, the less they say about it
-    return mean, WIDTH * np.sqrt(variance) + 0.02 * np.abs(curves).max(axis=0) + 1e-4
+    N = len(curves)
+    variance *= (1 + 1 / N) * (N + 1) / (N - 1)  # The mean and the deviation of a few runs are uncertain.
+    present = mean[~np.isnan(mean)]
+    return mean, WIDTH * np.sqrt(variance) + SHARE * (np.ptp(present) if len(present) else 0.0) + 1e-4
 
 
-def compare(mine: dict, references: list[dict]) -> dict:
+def at_least_smallest(name: str, points) -> np.ndarray:
+    """The points, None as NaN, and what is too small to say anything as SMALLEST."""
+    smallest = SMALLEST.get(name, -np.inf)
+    smallest = np.log(smallest) if name in LOGARITHMIC and name in SMALLEST else smallest
+    return np.maximum(np.array(points, dtype=float), smallest)
+
+
+def compare(mine: dict, references: list[dict], names=METRICS) -> dict:
     """{metric: (my points, mean, half width, first point outside or None)}"""
     found = {}
-    for name in METRICS:
-        curves = np.array([run["points"][name] for run in references], dtype=float)  # None becomes NaN
-        curve = np.array(mine["points"][name], dtype=float)[: curves.shape[1]]
+    for name in names:
+        curves = at_least_smallest(name, [run["points"][name] for run in references])
+        curve = at_least_smallest(name, mine["points"][name])[: curves.shape[1]]
         mean, width = band(curves)
         distance = np.abs(curve - mean[: len(curve)])
         outside = ~(distance <= width[: len(curve)]) & ~np.isnan(mean[: len(curve)])
         first = int(outside.argmax()) if outside.any() else None
         found[name] = curve, mean, width, first
     return found
+
+
+def first_outside(found: dict) -> tuple[str, int] | None:
+    """The metric that leaves its band first, and the point where it does."""
+    left = {name: first for name, (*_, first) in found.items() if first is not None}
+    return min(left.items(), key=lambda item: item[1]) if left else None
+
+
+def check(task: str, folders: list[str]) -> None:
+    """Prints which of the reference runs leave the band of the others, and which further runs that of all of them."""
+    runs = [run for run in map(json.loads, RESULTS.read_text().splitlines()) if run["task"] == task]
+    n = iterations_of_a_point(runs[0]["args"])
+    tried = [(f"reference run {i + 1}", run, runs[:i] + runs[i + 1 :]) for i, run in enumerate(runs)]
+    tried += [(folder, read(Path(folder), n), runs) for folder in folders]
+    for name, mine, references in tried:
+        left = first_outside(compare(mine, references))
+        where = f"outside, first {left[0]} at iteration {n * left[1] + 1}" if left else "inside"
+        print(f"{name}, beside {len(references)} runs: {where}")
 
 
 def draw(found: dict, n: int, path: Path):
@@ -142,16 +176,16 @@ def main(folder: str, task: str | None = None) -> bool:
         inside = "yes" if first is None else "NO"
         print(f"| {name} | {n * at + 1} | {value:.4g} | {low:.4g} to {high:.4g} | {inside} |")
     draw(found, n, Path(folder) / "compare.png")
-    left = {name: first for name, (*_, first) in found.items() if first is not None}
-    if left:
-        name = min(left, key=left.get)
-        print(f"\nthe first to leave its band: {name}, at iteration {n * left[name] + 1}")
+    if left := first_outside(found):
+        print(f"\nthe first to leave its band: {left[0]}, at iteration {n * left[1] + 1}")
     print("outside" if left else "inside")
-    return not left
+    return left is None
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["add"]:
+    if sys.argv[1:2] == ["check"]:
+        check(sys.argv[2], sys.argv[3:])
+    elif sys.argv[1:2] == ["add"]:
         task, *folders = sys.argv[2:]
         commit, command = sys.stdin.read().strip().split(" ", 1)  # "COMMIT COMMAND"
         with RESULTS.open("a") as file:

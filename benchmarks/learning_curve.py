@@ -4,7 +4,8 @@
     python benchmarks/learning_curve.py default 1 3    # some seeds
     python benchmarks/learning_curve.py sequences      # three seeds of three runs, half an hour
     python benchmarks/learning_curve.py guess          # three seeds, ten minutes
-    python benchmarks/learning_curve.py plot           # prints tables and draws pictures of the runs that are there
+    python benchmarks/learning_curve.py read runs/table/CODE/*/line.json    # adds runs that table.py has made
+   python benchmarks/learning_curve.py plot           # prints tables and draws pictures of the runs that are there
 
 Adds the runs to data/learning_curve.jsonl, where the newest run of a seed counts. Draws pictures/learning_curve.png,
 sequences.png and guess_number.png. The runs of the default task evaluate every 20 iterations, which does not change the
@@ -153,6 +154,11 @@ def draw_guess() -> None:
 
 def main():
     task, *seeds = sys.argv[1:] or ["default"]
+    if task == "read":
+        names = {flags: name for runs in TASKS.values() for name, flags in runs.items()}
+        for name, seed, folder, _ in common.runs_of_table(seeds, names):
+            common.add_line(RESULTS, read(folder, name, seed))
+        seeds = []
     for seed in map(int, seeds or SEEDS.get(task, ())):
         for name, flags in TASKS[task].items():
             common.add_line(RESULTS, run(name, flags, seed))

@@ -9,8 +9,11 @@
 
 A run of sums takes 40 to 75 minutes of one core, one beside TRL 10 to 14. Four times a run, outside of the time that is
 counted, the sampler answers held-out prompts, sampled at temperature 1 and greedy, each prompt once. TRL gets the same
-checkpoint, prompts, reward, batch size, epochs, minibatches, response length, learning rate (for both models, decaying
-linearly to 0) and KL.
+checkpoint, prompts in the same order, reward, batch size, epochs, minibatches, response length, KL, gamma, lambda,
+clipping of ratios and values, AdamW, learning rates of both models with their schedule, and clipping of gradients.
+PPOConfig has no flags for the schedule, the clipping of gradients and the critic's learning rate. They are set in an
+optimizer that TRL's constructor accepts. TRL differs in its noise, in the order of samples within an epoch, and in
+updating both models in each step.
 """
 
 import contextlib
@@ -37,6 +40,8 @@ TASKS = {
     "sums": SUMS | dict(num_iterations=28),
     "sums, fast": FAST,
     "sums, as TRL": FAST | dict(max_grad_norm=1e9, lr_end=0.125),  # no clipping, the same mean learning rate
+    "sums, short": SUMS | dict(num_iterations=10, actor_lr=2e-5, eval_env_kwargs='{"split": "test"}',
+                               eval_episodes=100),  # the example of README.md
     "sums, pairs": FAST | dict(num_iterations=4, max_grad_norm=1e9, lr_end=0.25),  # as TRL, shorter
     "two digits, partial": SUMS | dict(env_kwargs='{"digits": 2, "partial": true}', num_iterations=24, actor_lr=2e-5,
                                        critic_lr=2e-5),
@@ -79,6 +84,24 @@ class HeldOut:
         self.points.append(point)
         numbers = [f"{kind} {point[kind]['success']:.0%} {point[kind]['reward']:.2f}" for kind in ("sampled", "greedy")]
         print(samples, f"{seconds:.0f} s", *numbers, point["sampled"]["responses"][:2], file=sys.stderr, flush=True)
+
+
+class Evaluation:
+    """The evaluations of ppo_llm.py, before and after training."""
+
+    def __init__(self, folder: str, flags: dict, seed: int):
+        self.args = ppo_llm.complete(ppo_llm.Args(model=folder, seed=seed, device="cpu", **flags))
+        self.tokenizer, self.points = ppo_llm.HFTokenizer(folder), []
+        self.total = self.args.rollout_batch_size * self.args.n_samples_per_prompt * self.args.num_iterations
+
+    def add(self, samples: int, seconds: float, model: ppo_llm.Transformer) -> None:
+        if samples not in (0, self.total):
+            return
+        ppo_llm.connect(self.args)
+        iteration = samples and self.args.num_iterations
+        decoder = ppo_llm.Decoder(model, ppo_llm.decoder_rows(self.args), self.tokenizer.stop_ids, self.args)
+        with ppo_llm.make_envs(self.args, evaluation=True) as envs, contextlib.redirect_stdout(sys.stderr):
+            self.points.append(ppo_llm.evaluate(decoder, self.tokenizer, None, envs, iteration, self.args))
 
 
 def ours(folder: str, flags: dict, seed: int) -> dict:
@@ -140,6 +163,24 @@ class EnvReward(torch.nn.Module):
         return hidden
 
 
+def optimizer_of_both(policy, value, args) -> torch.optim.AdamW:
+    """AdamW for TRL: each model has the learning rate, the schedule and the clipping that it has in ppo_llm.py."""
+    models = [(list(policy.parameters()), args.actor_lr), (list(value.parameters()), args.critic_lr)]
+    optimizer = torch.optim.AdamW([{"params": params, "lr": lr} for params, lr in models],
+                                  betas=(0.9, 0.999), weight_decay=0.0, fused=True)  # fmt: skip
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    total, done = args.num_iterations * args.ppo_epochs * samples // args.train_batch_size, [0]
+
+    def before_step(optimizer, *rest):
+        for group, (params, lr) in zip(optimizer.param_groups, models):
+            group["lr"] = ppo_llm.linear_schedule(lr, args.lr_end, done[0] / total)
+            torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm)
+        done[0] += 1
+
+    optimizer.register_step_pre_hook(before_step)
+    return optimizer
+
+
 def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
     """TRL's PPOTrainer with the settings of `flags`."""
     import datasets
@@ -163,6 +204,7 @@ def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
     policy.generation_config.pad_token_id = tokenizer.pad_token_id
     value = load(transformers.AutoModelForSequenceClassification, num_labels=1)
     torch.nn.init.zeros_(value.score.weight)  # as ours
+    optimizer = optimizer_of_both(policy, value, defaults)
     settings = PPOConfig(
         output_dir=runs, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", seed=seed,
         save_strategy="no", disable_tqdm=True, num_sample_generations=0, total_episodes=total,
@@ -170,18 +212,20 @@ def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
         num_mini_batches=N // defaults.train_batch_size, num_ppo_epochs=defaults.ppo_epochs,
         local_rollout_forward_batch_size=N, stop_token="eos",
         response_length=defaults.max_new_tokens, temperature=1.0, learning_rate=defaults.actor_lr,
-        lr_scheduler_type="linear", kl_coef=defaults.kl_coef)  # fmt: skip
+        kl_coef=defaults.kl_coef, gamma=defaults.gamma, lam=defaults.gae_lambda, cliprange=defaults.clip_low,
+        cliprange_value=1e9 if defaults.value_clip is None else defaults.value_clip, vf_coef=1.0)  # fmt: skip
     trainer = PPOTrainer(
         settings, tokenizer, policy, reference, EnvReward(flags, chat, dict(zip(prompts, seeds))),
         datasets.Dataset.from_dict({"input_ids": ids}), value,
-        eval_dataset=datasets.Dataset.from_dict({"input_ids": ids[:8]}))  # fmt: skip
+        eval_dataset=datasets.Dataset.from_dict({"input_ids": ids[:8]}),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda iteration: 1.0)))  # fmt: skip
     trainer.dataloader = torch.utils.data.DataLoader(  # TRL's shuffles: here the prompts come in the order of ours
         trainer.train_dataset, batch_size=N, collate_fn=trainer.data_collator)  # fmt: skip
     return trainer
 
 
-def trl(folder: str, flags: dict, seed: int) -> dict:
-    held_out, rows = HeldOut(folder, flags), []
+def trl(folder: str, flags: dict, seed: int, held_out: HeldOut | Evaluation | None = None) -> dict:
+    held_out, rows = held_out or HeldOut(folder, flags), []
     model, _ = ppo_llm.load_hf_checkpoint(folder)
     with tempfile.TemporaryDirectory() as runs:
         trainer = trl_trainer(folder, flags, seed, runs)

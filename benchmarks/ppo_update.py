@@ -50,6 +50,7 @@ OPEN_QUESTIONS = [
     "Is it better to read a book or to watch the film first? Give reasons.", "How do I boil an egg?",
 ]  # fmt: skip
 PHASES = ("rollout", "scoring", "updates", "whole iteration")
+SIDES = ("ours", "--compile on", "TRL")
 
 
 class FunctionReward(torch.nn.Module):
@@ -194,6 +195,11 @@ def in_a_process(settings: dict, side: str) -> dict:
     return json.loads(out.splitlines()[-1])
 
 
+def pair(settings: dict, sides=SIDES) -> dict[str, dict]:
+    """{side: seconds of PHASES, and bytes}, each side in a process of its own, one after the other."""
+    return {side: in_a_process(settings, side) for side in sides}
+
+
 def compare(settings: dict, pairs: int):
     """Prints the tables."""
     bench = Bench(**settings)
@@ -201,10 +207,8 @@ def compare(settings: dict, pairs: int):
     tokens = sum(map(len, bench.ids)) + sampled
     print(f"{pairs} pairs, {bench.samples} samples, {tokens} tokens, {sampled} of them sampled; "
           f"{common.hardware(transformers, trl)}\n", flush=True)  # fmt: skip
-    runs = {"ours": [], "--compile on": [], "TRL": []}
-    for _ in range(pairs):
-        for side in runs:
-            runs[side].append(in_a_process(settings, side))
+    made = [pair(settings) for _ in range(pairs)]
+    runs = {side: [run[side] for run in made] for side in SIDES}
     common.table(["seconds, median (range)", *runs, "TRL / ours", "TRL / --compile on"])
     for phase in PHASES:
         *ours, theirs = ([run[phase] for run in side] for side in runs.values())
@@ -221,9 +225,9 @@ def random_model(shape, samples, prompt, pairs, **sizes):
     compare(dict(folder=folder, prompts=common.random_prompts(tokenizer, samples, prompt), **sizes), pairs)
 
 
-def real_model(folder: str, samples: int, pairs: int, **sizes):
+def real_settings(folder: str, samples: int, pairs: int, **sizes) -> dict:
     prompts = [*common.sums(samples // 2), *OPEN_QUESTIONS[: samples // 2]]
-    compare(dict(folder=folder, prompts=prompts, **sizes), pairs)
+    return dict(folder=folder, prompts=prompts, **sizes)
 
 
 def main():
@@ -237,7 +241,8 @@ def main():
         print(json.dumps(one_run(json.loads(rest[0]), rest[1])))
     elif what == "real":
         folder, *numbers = sys.argv[2:]
-        real_model(folder, **(REAL | dict(zip(("pairs", "samples"), map(int, numbers)))))
+        sizes = REAL | dict(zip(("pairs", "samples"), map(int, numbers)))
+        compare(real_settings(folder, **sizes), sizes["pairs"])
     else:
         random_model(**(SMOKE if what == "smoke" else CPU))
 

@@ -138,7 +138,8 @@ def make_reward_model(folder: str, count: int) -> None:
     print(f"{target}: agrees with {agreement:.1%} of {len(held_out)} held-out pairs")
 
 
-def ppo(folder: str, count: int, kl_coef: float, seed: int) -> None:
+def ppo(folder: str, count: int, kl_coef: float, seed: int) -> dict:
+    """The run's settings, some metrics of its iterations, and some answers."""
     name = f"{count}_{kl_coef:g}_{seed}"
     metrics = ppo_llm.iteration_metrics
 
@@ -157,9 +158,22 @@ def ppo(folder: str, count: int, kl_coef: float, seed: int) -> None:
     rows = [{key: row.get(key) for key in keep} for row in common.read_lines(FOLDER / name / "metrics.jsonl")]
     completions = common.read_lines(FOLDER / name / "completions.jsonl")
     answers = [answer for answer in completions if answer["iteration"] in (0, 7, 15, 23)]
-    run = {"pairs": count, "kl_coef": kl_coef, "seed": seed, "rows": rows, "answers": answers}
-    common.add_line(RESULTS, run)
-    print(f"{name}: see {FOLDER / name}, and preferences.py plot")
+    print(f"{name}: see {FOLDER / name}, and preferences.py plot", file=sys.stderr)
+    return {"pairs": count, "kl_coef": kl_coef, "seed": seed, "rows": rows, "answers": answers}
+
+
+def reward_curves(run: dict) -> dict[str, list[float]]:
+    """KL, true and learned reward of a run, as means of MEAN_OF iterations."""
+    parts = [run["rows"][k : k + MEAN_OF] for k in range(0, len(run["rows"]), MEAN_OF)]
+    return {name: [statistics.mean(row[f"objective/{name}"] for row in part) for part in parts]
+            for name in ("kl", "true_reward", "reward_model")}  # fmt: skip
+
+
+def explained_variance(run: dict) -> float:
+    """The mean over the middle half of the iterations."""
+    rows = run["rows"]
+    middle = rows[len(rows) // 4 : len(rows) - len(rows) // 4]
+    return statistics.mean(row["critic/explained_variance"] for row in middle)
 
 
 def plot() -> None:
@@ -168,16 +182,11 @@ def plot() -> None:
     common.table(["pairs", "KL weight", "seed", "KL, nats", "learned reward: first, last",
                   "true reward: first, best, last", "explained variance, middle half"])  # fmt: skip
     for run in runs:
-        rows = run["rows"]
-        parts = [rows[k : k + MEAN_OF] for k in range(0, len(rows), MEAN_OF)]
-        kl, true, learned = ([statistics.mean(row[f"objective/{name}"] for row in part) for part in parts]
-                             for name in ("kl", "true_reward", "reward_model"))  # fmt: skip
+        kl, true, learned = reward_curves(run).values()
         if run["pairs"] == 300:
             curves[run["kl_coef"]].append((kl, learned, true))
-        middle = rows[len(rows) // 4 : len(rows) - len(rows) // 4]
-        explained = statistics.mean(row["critic/explained_variance"] for row in middle)
         common.line([run["pairs"], run["kl_coef"], run["seed"], f"{kl[-1]:.1f}", f"{learned[0]:.2f}, {learned[-1]:.2f}",
-                     f"{true[0]:.2f}, {max(true):.2f}, {true[-1]:.2f}", f"{explained:.2f}"])  # fmt: skip
+                     f"{true[0]:.2f}, {max(true):.2f}, {true[-1]:.2f}", f"{explained_variance(run):.2f}"])  # fmt: skip
     draw(curves)
     print()
     common.table(["pairs", "KL weight", "iteration", "prompt", "answer", "learned", "true"])
@@ -213,21 +222,31 @@ def is_on_topic(prompt: str, answer: str) -> bool:
     return re.search(rf"\b{stem}", answer.lower()) is not None
 
 
+def look_at(folder: Path) -> dict:
+    """What a model's answers to all prompts are like, one answer to each, with the same noise for every model."""
+    questions = prompts("train") + prompts("test")
+    pairs = answers(str(folder), questions, range(len(questions)), -1)
+    beginnings = collections.Counter(" ".join(text.split()[:4]) for _, text in pairs)
+    frequent, count = beginnings.most_common(1)[0]
+    return {
+        "prompts": len(questions),
+        "on_topic": statistics.mean(is_on_topic(*pair) for pair in pairs),
+        "true_reward": statistics.mean(sentiment(text) for _, text in pairs),
+        "different": len(beginnings) / len(questions),
+        "frequent": frequent,
+        "share": count / len(questions),
+    }
+
+
 def look(folder: str) -> None:
-    """One answer to every prompt, by the checkpoint and by each trained model, with the same noise."""
+    """A line for the checkpoint and for each trained model."""
     common.table(["model", "prompts", "mention the topic", "true reward", "different first four words",
                   "most frequent ones"])  # fmt: skip
     for model_folder in [Path(folder), *sorted(FOLDER.glob("*/model"))]:
-        questions = prompts("train") + prompts("test")
-        rows = range(len(questions))
-        pairs = answers(str(model_folder), questions, rows, -1)
-        on_topic = statistics.mean(is_on_topic(*pair) for pair in pairs)
-        beginnings = collections.Counter(" ".join(text.split()[:4]) for _, text in pairs)
-        true_reward = statistics.mean(sentiment(text) for _, text in pairs)
-        frequent, count = beginnings.most_common(1)[0]
+        seen = look_at(model_folder)
         name = model_folder.parent.name if model_folder.name == "model" else "before"
-        common.line([name, len(rows), f"{on_topic:.0%}", f"{true_reward:.2f}",
-                     f"{len(beginnings) / len(rows):.0%}", f"{frequent!r}, {count / len(rows):.0%}"])  # fmt: skip
+        common.line([name, seen["prompts"], f"{seen['on_topic']:.0%}", f"{seen['true_reward']:.2f}",
+                     f"{seen['different']:.0%}", f"{seen['frequent']!r}, {seen['share']:.0%}"])  # fmt: skip
 
 
 def main():
@@ -239,7 +258,7 @@ def main():
     elif what == "reward-model":
         make_reward_model(rest[0], int(rest[1]))
     elif what == "ppo":
-        ppo(rest[0], int(rest[1]), float(rest[2]), int(rest[3]))
+        common.add_line(RESULTS, ppo(rest[0], int(rest[1]), float(rest[2]), int(rest[3])))
     elif what == "look":
         look(*rest)
     else:

@@ -25,7 +25,6 @@ import common
 import safetensors.torch
 from common import ROOT, hardware, line, patched_script, read_lines, table
 
-MANY = sys.argv[1:2] == ["many"]
 FLAGS = (
     "--num-iterations 3 --rollout-batch-size 64 --n-samples-per-prompt 2 --train-batch-size 32 "
     "--micro-batch-tokens 200 --sft-steps 5 --eval-episodes 32 --kl-coef 0.05 "
@@ -37,18 +36,15 @@ RUNS = {  # name: (ranks, further flags); 0 ranks: no torchrun
     "2 ranks, actor and critic apart": (2, "--critic-ranks 1"), "4 ranks, 3 + 1": (4, "--critic-ranks 1"),
     "4 ranks, 2 + 2": (4, "--critic-ranks 2"), "2 ranks, activation checkpointing": (2, "--activation-checkpointing"),
 }  # fmt: skip
-if MANY:
-    RUNS = {"1 process": (0, ""), "8 ranks": (8, ""), "8 ranks, 6 + 2": (8, "--critic-ranks 2"), "16 ranks": (16, ""),
-            "16 ranks, 12 + 4": (16, "--critic-ranks 4"),
-            "16 ranks, activation checkpointing": (16, "--activation-checkpointing")}  # fmt: skip
-if sys.argv[1:2] == ["real"]:
-    RUNS = {"1 process": (0, ""), "2 ranks": (2, "")}
-    FLAGS = (
-        "--env-id benchmarks.tasks:Sums-v0 --num-iterations 2 --rollout-batch-size 8 --train-batch-size 4 "
-        "--micro-batch-tokens 200 --max-prompt-tokens 64 --max-new-tokens 12 --eval-episodes 2 --kl-coef 0.05 "
-        "--entropy-coef 0.01 --save-every 0"
-    ).split()
-    FLAGS += ["--model", sys.argv[2]]
+MANY = {"1 process": (0, ""), "8 ranks": (8, ""), "8 ranks, 6 + 2": (8, "--critic-ranks 2"), "16 ranks": (16, ""),
+        "16 ranks, 12 + 4": (16, "--critic-ranks 4"),
+        "16 ranks, activation checkpointing": (16, "--activation-checkpointing")}  # fmt: skip
+REAL = {"1 process": (0, ""), "2 ranks": (2, "")}
+REAL_FLAGS = (
+    "--env-id benchmarks.tasks:Sums-v0 --num-iterations 2 --rollout-batch-size 8 --train-batch-size 4 "
+    "--micro-batch-tokens 200 --max-prompt-tokens 64 --max-new-tokens 12 --eval-episodes 2 --kl-coef 0.05 "
+    "--entropy-coef 0.01 --save-every 0"
+).split()
 SKIPPED = ("time/", "perf/")
 
 
@@ -92,18 +88,18 @@ def plot() -> None:
     common.save_picture(figure, common.PICTURES / "decoupled.png")
 
 
-def main() -> None:
-    if sys.argv[1:] == ["plot"]:
-        return plot()
+def distances(runs: dict[str, tuple[int, str]], base_flags: list[str]):
+    """Makes the runs. Gives of each, as it ends, how far it is from the first one.
+
+    The numbers are: name, equal responses, responses, the largest difference of a metric, the name of that metric, the
+    largest difference of a weight, seconds of the start, seconds of the rest.
+    """
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    print(f"{os.cpu_count()} cores, {hardware()}\n")
-    table(["run", "same responses", "largest difference of a metric", "of a weight", "start, s", "the rest, s"])
-    patched = patched_script("critic_ranks")
     with tempfile.TemporaryDirectory() as work:
-        for i, (name, (ranks, flags)) in enumerate(RUNS.items()):
+        for i, (name, (ranks, flags)) in enumerate(runs.items()):
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-            script = patched if "--critic-ranks" in flags else ROOT / "ppo_llm.py"
-            command = [sys.executable, *launch, str(script), *FLAGS, *flags.split()]
+            script = patched_script("critic_ranks") if "--critic-ranks" in flags else ROOT / "ppo_llm.py"
+            command = [sys.executable, *launch, str(script), *base_flags, *flags.split()]
             command += ["--log-dir", work, "--run-name", str(i)]
             started = time.perf_counter()
             run = subprocess.run(command, env=env, text=True, capture_output=True, timeout=1800)
@@ -118,10 +114,22 @@ def main() -> None:
             worst = {key: abs(x - first[0][key]) / max(1, abs(first[0][key])) for key, x in metrics.items()}
             key = max(worst, key=worst.get)
             shift = max(float((weights[k] - first[2][k]).abs().max()) for k in weights)
-            same = f"{sum(a == b for a, b in zip(texts, first[1]))} of {len(texts)}"
-            where = f" ({key.partition('/')[2].partition('/')[2]})" if worst[key] else ""
             rest = json.loads(Path(work, str(i), "summary.json").read_text())["seconds"]
-            line([name, same, f"{worst[key]:.1e}{where}", f"{shift:.1e}", f"{whole - rest:.0f}", f"{rest:.0f}"])
+            same = sum(a == b for a, b in zip(texts, first[1]))
+            yield name, same, len(texts), worst[key], key, shift, whole - rest, rest
+
+
+def main() -> None:
+    runs, flags = RUNS, FLAGS
+    if sys.argv[1:2] == ["many"]:
+        runs = MANY
+    if sys.argv[1:2] == ["real"]:
+        runs, flags = REAL, [*REAL_FLAGS, "--model", sys.argv[2]]
+    print(f"{os.cpu_count()} cores, {hardware()}\n")
+    table(["run", "same responses", "largest difference of a metric", "of a weight", "start, s", "the rest, s"])
+    for name, same, count, worst, key, shift, start, rest in distances(runs, flags):
+        where = f" ({key.partition('/')[2].partition('/')[2]})" if worst else ""
+        line([name, f"{same} of {count}", f"{worst:.1e}{where}", f"{shift:.1e}", f"{start:.0f}", f"{rest:.0f}"])
 
 
 if __name__ == "__main__":

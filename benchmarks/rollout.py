@@ -167,7 +167,11 @@ class Bench:
                 elif result is None and not manager.is_running():
                     raise RuntimeError("transformers' continuous batching has stopped")
             seconds = time.perf_counter() - start
-        return {"seconds": seconds, "tokens": [results[i] for i in range(len(lengths))]}
+        tokens = [results[i] for i in range(len(lengths))]
+        return {"seconds": seconds, "tokens": tokens, "attention": attention}
+
+    def run_best_peer(self, attentions, lengths: list[int], slots: int) -> dict:
+        return min((self.run_peer(attention, lengths, slots) for attention in attentions), key=lambda x: x["seconds"])
 
 
 def plot(runs: dict, slots: int) -> None:
@@ -215,18 +219,16 @@ def main():
         cases = [*((name, waves) for name in LENGTHS), ("constant", 1)]
         for name, times in [case for case in cases if case[0] in chosen]:
             lengths = common.forced_lengths(name, slots * times, settings["mean"], settings["longest"])
-            runs, best, few = {side: [] for side in (*SIDES, "peer")}, None, min(3, settings["pairs"])
+            runs, best, few = {side: [] for side in (*SIDES, "peer")}, PAGED, min(3, settings["pairs"])
             pairs = {"log-normal": settings["pairs"], "constant": 2 * settings["pairs"]}.get(name, few)
             pairs *= 2 if times == 1 else 1  # of a second each
             for i in range(pairs):
                 for side, run in bench.run_both(lengths, slots).items():
                     runs[side].append(run)
-                if best is None:
-                    tried = {attention: bench.run_peer(attention, lengths, slots) for attention in PAGED}
-                    best = min(PAGED, key=lambda attention: tried[attention]["seconds"])
-                    runs["peer"].append(tried[best])
-                elif i < few or name == "log-normal":
-                    runs["peer"].append(bench.run_peer(best, lengths, slots))
+                if i < few or name == "log-normal":
+                    run = bench.run_best_peer(best, lengths, slots)
+                    best = [run["attention"]]  # of the first pair
+                    runs["peer"].append(run)
             ratio = lambda a, b: [x["seconds"] / y["seconds"] for x, y in zip(runs[a], runs[b], strict=False)]
             speed = {side: sum(lengths) / statistics.median(run["seconds"] for run in runs[side]) for side in runs}
             last = {side: runs[side][-1] for side in SIDES}
@@ -234,7 +236,7 @@ def main():
             ideal = static_steps(lengths, slots) / continuous_steps(lengths, slots)
             gain = ratio("waves", "continuous")
             cells = [name, f"{slots * times} / {slots}", f"{speed['waves']:,.0f}", f"{speed['continuous']:,.0f}",
-                     f"{speed['peer']:,.0f} ({best})", f"{steps['waves']:,}", f"{steps['continuous']:,}",
+                     f"{speed['peer']:,.0f} ({best[0]})", f"{steps['waves']:,}", f"{steps['continuous']:,}",
                      *(f"{run['occupancy']:.0%}" for run in last.values()), spread(gain), f"{ideal:.2f}",
                      f"{statistics.median(gain) / ideal:.3f}", spread(ratio("peer", "continuous"))]  # fmt: skip
             common.line(cells)

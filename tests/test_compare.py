@@ -1,26 +1,76 @@
-"""benchmarks/compare.py: the reference runs are inside of their band, a run with other numbers is not."""
+"""benchmarks/compare.py: healthy runs are inside of the band, sick ones are not."""
 
 import json
+import math
 import sys
 
 import pytest
 from conftest import ROOT
 
-pytestmark = [pytest.mark.shared, pytest.mark.slow]
 sys.path.append(str(ROOT / "benchmarks"))
+import compare
+
+pytestmark = pytest.mark.shared
+LINES = [json.loads(line) for line in compare.RESULTS.read_text().splitlines()]
+RUNS = [run for run in LINES if run["task"] == "default"]
+
+
+def left(mine: dict, runs: list[dict] = RUNS) -> dict[str, int]:
+    """The metrics that leave their bands, and the points where they do."""
+    return {name: found[3] for name, found in compare.compare(mine, runs).items() if found[3] is not None}
 
 
 def test_a_metric_that_leaves_its_band_is_named():
-    pytest.importorskip("matplotlib")
-    import compare
-
-    rows = [json.loads(line) for line in compare.RESULTS.read_text().splitlines()]
-    runs = [run for run in rows if run["task"] == "default"]
-    left = lambda mine: [name for name, found in compare.compare(mine, runs).items() if found[3] is not None]
-    for mine in runs:
-        assert len(runs) >= 3 and left(mine) == []
+    for mine in RUNS:
+        assert len(RUNS) >= 3 and left(mine) == {}
         tenth = {name: points[:5] for name, points in mine["points"].items()}  # unfinished
-        assert left({"points": tenth}) == []
-        assert left({"points": tenth | {"critic/value_mean": [0.0] * 5}}) == ["critic/value_mean"]
+        assert left({"points": tenth}) == {}
+        assert left({"points": tenth | {"critic/value_mean": [0.0] * 5}}).keys() == {"critic/value_mean"}
         far = [x + 1.5 for x in tenth["actor/approx_kl"]]  # 4.5 times as much
-        assert left({"points": tenth | {"actor/approx_kl": far}}) == ["actor/approx_kl"]
+        assert left({"points": tenth | {"actor/approx_kl": far}}) == {"actor/approx_kl": 0}
+
+
+def test_a_healthy_run_is_inside_of_the_band_of_other_runs():
+    for i, mine in enumerate(RUNS):
+        assert left(mine, RUNS[:i] + RUNS[i + 1 :]) == {}
+
+
+def test_small_numbers_late_in_a_run_say_nothing():
+    points, late = RUNS[0]["points"], 45
+    still = {"actor/approx_kl": math.log(1e-7), "actor/clipfrac": 0.0}  # the policy does not move
+    for name, smallest in still.items():
+        settled = points | {name: points[name][:late] + [smallest] * (len(points[name]) - late)}
+        assert left({"points": settled}) == {}
+        early = points | {name: [smallest] * len(points[name])}
+        assert left({"points": early}) == {name: 0}
+
+
+def test_a_run_that_forgets_is_outside():
+    points, late = RUNS[0]["points"], 45
+    for name, change in {
+        "objective/reward": -0.2, "objective/accuracy": -0.25, "objective/entropy": 0.4, "actor/clipfrac": 0.06,
+        "actor/approx_kl": 4.0, "objective/kl": 4.0, "objective/response_tokens": 0.5,
+    }.items():  # fmt: skip
+        changed = points[name][:late] + [x + change for x in points[name][late:]]
+        assert left({"points": points | {name: changed}}) == {name: late}, name
+
+
+def test_case_histories_are_outside_within_fifteen_iterations():
+    """The curves of data/cases.json are means of five iterations, as the points are, but never geometric ones."""
+    import cases
+
+    columns = {name: column for name, column in cases.METRICS.items()
+               if name in compare.METRICS and name not in compare.LOGARITHMIC}  # fmt: skip
+    assert compare.iterations_of_a_point(RUNS[0]["args"]) == cases.MEAN_OF
+    references = [{"points": {name: run["points"][name] for name in columns}} for run in RUNS]
+    sick = 0
+    for key, run in json.loads(cases.RESULTS.read_text()).items():
+        mine = {"points": {name: run["columns"][column] for name, column in columns.items()}}
+        found = compare.compare(mine, references, columns)
+        first = compare.first_outside(found)
+        if key.startswith("python ppo_llm.py ;"):
+            assert first is None, (key, first)
+        else:
+            sick += 1
+            assert first and first[1] < 3, (key, first)
+    assert sick >= 10

@@ -18,8 +18,8 @@ PAGES = ["README.md", *sorted(f"{folder}/{page.name}" for folder in FOLDERS for 
 # Flags of other programs, and those that only patches have.
 OTHERS = (
     "nproc-per-node shutdown-timeout rdzv-id rdzv-endpoint rdzv-backend pid no-deps nnodes max-restarts logdir "
-    "local-dir help gpu length-penalty my-coef lambda-alpha tokens critic-ranks sampler-ranks slow rollout-is-cap rollout-is-band "
-    "rollout-is-sequence"
+    "local-dir help gpu length-penalty my-coef lambda-alpha tokens critic-ranks sampler-ranks slow rollout-is-cap "
+    "rollout-is-band rollout-is-sequence model-dir"
 ).split()
 
 

@@ -1,0 +1,785 @@
+"""All results that need only two CPU cores, measured on one version of the scripts.
+
+    python benchmarks/table.py                          # makes all runs that are missing, except those of EXTRA rows
+    python benchmarks/table.py --only default sums      # only those of these rows
+    python benchmarks/table.py --seeds 1 2              # only these seeds, pairs or parts
+    python benchmarks/table.py list                     # prints the rows, their runs and the minutes that they need
+    python benchmarks/table.py stale                    # prints which runs are missing, and which are of other code
+    python benchmarks/table.py show                     # prints the table as markdown
+    python benchmarks/table.py run sums TRL 1           # makes one run, prints its numbers, and keeps nothing
+
+A finished run appends a line to data/table.jsonl. A run whose line is there is not made again, so the command can be
+interrupted and repeated, and runs of several days add up. A line counts as long as the code is the same. The code of a
+run is the syntax tree of both scripts, without docstrings and comments, and of the files that the row names; for a
+patched run also the text of the patch. The table shows only lines that count.
+
+--jobs runs (default 2) are made at a time, each on one thread. Rows that measure time come last. Their runs are made
+one at a time, and wait until the processor is idle. --model-dir, or the variable MODEL_DIR, is the folder that
+`python benchmarks/checkpoints.py smollm2 DIR` writes. --smoke shortens all runs to a few iterations, prints their
+numbers, and writes no line. The outputs and metrics of the runs stay in runs/table/CODE, from where learning_curve.py
+and cases.py can read them for their pictures.
+"""
+
+import argparse
+import ast
+import concurrent.futures
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import common
+import learning_curve
+import torch
+from cases import CASES
+from common import ROOT
+
+DATA = common.DATA / "table.jsonl"
+SCRIPTS = ("ppo_llm.py", "ppo_llm_continuous_batching.py")
+IDLE = 0.3  # the cores that other processes may use while a time is measured
+PATIENCE = 600  # seconds that a run that measures time waits for an idle processor
+
+
+# --- Rows. A row has variants, and a variant is a command of the script, or a function below.
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    flags: str = ""  # of ppo_llm.py
+    minutes: float = 3  # on one quiet core
+    patch: str = ""  # a name in forks/
+    make: str = "script_numbers"  # the function that makes the run and returns its numbers
+    argument: object = None  # for that function
+    typed: str = ""  # what a reader types, if it is no command of ppo_llm.py
+
+    def command(self, row: str, variant: str, seed: int | str) -> str:
+        if self.typed:
+            return self.typed.replace("SEED", str(seed))
+        if self.make != "script_numbers":
+            return f"python benchmarks/table.py run {shlex.quote(row)} {shlex.quote(variant)} {seed}"
+        start = f"git apply forks/{self.patch}.patch && " if self.patch else ""
+        return f"{start}python ppo_llm.py {self.flags} --seed {seed}".replace("  ", " ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    claim: str
+    variants: dict[str, Run]
+    shown: tuple[str, ...]  # names of NUMBERS
+    seeds: int = 5  # the first ones
+    unit: str = "seeds"
+    statistic: str = "mean"  # how `show` combines runs: mean, median, worst or sum
+    against: tuple[str, str, str] | None = None  # (variant, number, "quotient" or "difference")
+    alone: bool = False  # no other run beside it
+    extra: bool = False  # made only if --only names the row
+    files: tuple[str, ...] = ()  # other files that the numbers depend on
+
+
+METRICS = "metrics.jsonl"
+DEFAULT = Run(learning_curve.TASKS["default"]["default"])  # its evaluations do not change the training
+SUMS = ("--model smollm2 --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{\"split\": \"test\"}' "
+        "--num-iterations 10 --actor-lr 2e-5 --train-batch-size 16 --max-prompt-tokens 64 --max-new-tokens 12 "
+        "--eval-episodes 100 --rollout-batch-size")  # fmt: skip
+PREFIX = ("--env-id benchmarks.tasks:Prefix-v0 --env-kwargs '{\"digits\": 10}' --num-iterations 120 "
+          "--max-prompt-tokens 11 --max-new-tokens 12")  # fmt: skip
+SEQUENCES, GUESS = learning_curve.TASKS["sequences"], learning_curve.TASKS["guess"]["guess"]
+ENDS = ("before", "greedy_before", "after", "greedy_after")
+TESTS = ("tests/*.py", "tests/faults.txt")
+ROWS = {
+    "sums": Row(
+        "SmolLM2-135M learns to add", {
+            "critic": Run(f"{SUMS} 32", minutes=20),
+            "constant": Run(f"{SUMS} 32 --critic-epochs 0", minutes=13),
+            "group": Run(f"{SUMS} 8 --n-samples-per-prompt 4", minutes=13, patch="group_normalised"),
+            "TRL": Run(make="sums_with_trl", minutes=25),
+        }, ENDS, against=("TRL", "after", "difference"),
+        files=("benchmarks/learning_real.py",)),
+    "default": Row("The default task is learned", {"critic": DEFAULT}, (*ENDS, "samples_to_90", "samples")),
+    "sort": Row(
+        "Samples of the default task until 90 % are right", {
+            "critic": DEFAULT, "constant": Run(f"{DEFAULT.flags} --critic-epochs 0", minutes=2),
+            "group": Run(DEFAULT.flags, minutes=2, patch="group_normalised"),
+        }, ("samples_to_level", "after"), against=("constant", "samples_to_level", "quotient")),
+    "prefix": Row(
+        "Samples of `prefix` until the reward is 0.5", {
+            "critic": Run(PREFIX, minutes=2), "constant": Run(f"{PREFIX} --critic-epochs 0", minutes=1.5),
+            "group": Run(PREFIX, minutes=1.5, patch="group_normalised"),
+        }, ("samples_to_level", "reward_end"), against=("constant", "samples_to_level", "quotient")),
+    "dense": Row(
+        "`Dense-v0`, and the same rewards at the end", {
+            "critic": Run(SEQUENCES["dense"]), "constant": Run(SEQUENCES["dense, constant baseline"], minutes=2),
+            "at the end": Run(SEQUENCES["at the end"]),
+        }, ("after", "greedy_after"), seeds=3, against=("constant", "after", "difference")),
+    "turns": Row(
+        "Binary search is learned in several turns",
+        {"critic": Run(GUESS, minutes=5, make="guess_number", typed=f"python ppo_llm.py {GUESS} --seed SEED")},
+        ("reward_by_number", "reward_after"), seeds=3),
+    "cases": Row(
+        "Case histories", {
+            "healthy": DEFAULT,
+            **{f"{name}: {run.label}": Run(run.flags) for name, case in CASES.items() if name != "healthy"
+               for run in case.runs},
+        }, ("first_approx_kl", "first_clipfrac", "samples_to_level", "reward_end", "accuracy_end", "kl_end",
+            "truncated_end", "explained", "advantage_std"), seeds=2),
+    "resume": Row(
+        "A run that was stopped and resumed is the uninterrupted run", {
+            "SIGTERM": Run(make="resumed_beside_uninterrupted", argument=signal.SIGTERM, minutes=1.5),
+            "SIGKILL": Run(make="resumed_beside_uninterrupted", argument=signal.SIGKILL, minutes=1.5),
+        }, ("other_metrics", "other_responses", "other_weights"), seeds=1, unit="runs", statistic="worst"),
+    "faults": Row(
+        "Planted mistakes that make a test fail",
+        {"all": Run(make="planted_faults", minutes=12, typed="python tests/plant_faults.py")},
+        ("killed", "planted"), seeds=6, unit="parts", statistic="sum", files=TESTS),
+    "ranks": Row(
+        "Ranks have the numbers of one process", {
+            "2 and 4": Run(make="ranks_beside_one", argument=(2, 4), minutes=2, typed="python benchmarks/ranks.py"),
+            "8 and 16": Run(make="ranks_beside_one", argument=(8, 16), minutes=6,
+                            typed="python benchmarks/ranks.py many"),
+        }, ("metrics_differ_by", "weights_differ_by", "other_responses"), seeds=1, unit="runs", statistic="worst",
+        alone=True, files=("benchmarks/ranks.py",)),
+    "critic time": Row(
+        "An iteration with a critic takes longer", {"default task": Run(make="time_of_critic", minutes=1.5)},
+        ("ratio", "iteration_seconds"), unit="pairs", statistic="median", alone=True),
+    "iteration": Row(
+        "An iteration of SmolLM2-135M beside TRL's",
+        {"16 samples": Run(make="iteration_beside_trl", minutes=11,
+                           typed="python benchmarks/ppo_update.py real smollm2 1")},
+        ("whole iteration_ratio", "updates_ratio", "rollout_ratio", "scoring_ratio", "compiled_ratio",
+         "whole iteration_ours", "whole iteration_trl", "gigabytes_ours", "gigabytes_trl"),
+        seeds=3, unit="pairs", statistic="median", alone=True, files=("benchmarks/ppo_update.py",)),
+    "decode": Row(
+        "Decoding beside `generate`, not compiled", {
+            f"{n} row{'s' * (n > 1)}": Run(make="decode_beside_generate", argument=n, minutes=3,
+                                           typed=f"python benchmarks/decode.py real smollm2 {n}")
+            for n in (1, 8, 64)
+        }, ("ratio", "tokens_per_second", "generate_per_second", "step_ms"), seeds=3, unit="runs", statistic="median",
+        alone=True, files=("benchmarks/decode.py",)),
+    "batching": Row(
+        "Continuous batching, log-normal lengths",
+        {"32 slots": Run(make="batching", minutes=3, typed="python benchmarks/rollout.py cpu log-normal")},
+        ("over_waves", "over_transformers", "tokens_per_second", "steps", "steps_of_waves"), seeds=6, unit="pairs",
+        statistic="median", alone=True, files=("benchmarks/rollout.py",)),
+    "tests": Row(
+        "Tests, on two cores", {
+            "fast": Run(make="time_of_tests", argument=("-m", "pytest"), minutes=2, typed="python -m pytest"),
+            "CI": Run(make="time_of_tests", argument=(".ci/run",), minutes=15, typed=".ci/run"),
+        }, ("seconds", "passed", "failed"), seeds=1, unit="runs", statistic="worst", alone=True, files=TESTS),
+    "preferences": Row(
+        "PPO on a reward model of 300 pairs",
+        {"KL weight 0.05": Run(make="preferences", minutes=75,
+                               typed="python benchmarks/preferences.py ppo smollm2 300 0.05 SEED")},
+        ("learned_first", "learned_end", "true_first", "true_end", "kl_end", "explained", "on_topic_before",
+         "on_topic", "agreement"), seeds=3, extra=True, files=("benchmarks/preferences.py",)),
+}  # fmt: skip
+NUMBERS = {  # name: (what `show` calls it, factor, digits after the point or a format)
+    "before": ("right before training, sampled, %", 100, 1), "after": ("right after training, sampled, %", 100, 1),
+    "greedy_before": ("right before training, greedy, %", 100, 1),
+    "greedy_after": ("right after training, greedy, %", 100, 1),
+    "samples": ("samples", 1, 0), "samples_to_90": ("samples until 90 % of held-out answers are right", 1, 0),
+    "samples_to_level": ("samples to the level", 1, 0), "reward_end": ("reward, last five iterations", 1, 3),
+    "accuracy_end": ("right, last five iterations, %", 100, 1), "kl_end": ("KL at the end, nats per response", 1, 1),
+    "truncated_end": ("cut off, last five iterations, %", 100, 1),
+    "first_approx_kl": ("approx_kl of iteration 1", 1, 2), "first_clipfrac": ("clipfrac of iteration 1", 1, 2),
+    "explained": ("explained variance", 1, 2), "advantage_std": ("standard deviation of the advantages", 1, 3),
+    "reward_after": ("mean reward of the evaluation", 1, 3),
+    "reward_by_number": ("mean reward, 64 episodes for each number", 1, 3),
+    "iteration_seconds": ("seconds per iteration", 1, 2), "ratio": ("ratio", 1, 2),
+    "other_metrics": ("metrics that differ", 1, 0), "other_responses": ("responses that differ", 1, 0),
+    "other_weights": ("weights that differ", 1, 0), "killed": ("killed", 1, 0), "planted": ("planted", 1, 0),
+    "metrics_differ_by": ("largest difference of a metric", 1, ".1e"),
+    "weights_differ_by": ("largest difference of a weight", 1, ".1e"),
+    "whole iteration_ratio": ("TRL's time / ours, whole iteration", 1, 2),
+    "updates_ratio": ("TRL's time / ours, updates", 1, 2), "rollout_ratio": ("TRL's time / ours, rollout", 1, 2),
+    "scoring_ratio": ("TRL's time / ours, scoring", 1, 2),
+    "compiled_ratio": ("TRL's time / ours with --compile on, whole iteration", 1, 2),
+    "whole iteration_ours": ("seconds per iteration", 1, 1),
+    "whole iteration_trl": ("seconds per iteration, TRL", 1, 1),
+    "gigabytes_ours": ("peak memory, GB", 1, 2), "gigabytes_trl": ("peak memory, GB, TRL", 1, 2),
+    "tokens_per_second": ("tokens per second", 1, 1),
+    "generate_per_second": ("tokens per second, best `generate`", 1, 1),
+    "step_ms": ("milliseconds per decode step", 1, 1), "steps": ("decode steps", 1, 0),
+    "steps_of_waves": ("decode steps of waves", 1, 0), "over_waves": ("times as fast as waves", 1, 2),
+    "over_transformers": ("times as fast as transformers' continuous batching", 1, 2), "seconds": ("seconds", 1, 0),
+    "passed": ("tests passed", 1, 0), "failed": ("tests failed", 1, 0),
+    "learned_first": ("learned reward, first four iterations", 1, 2),
+    "learned_end": ("learned reward, last four iterations", 1, 2),
+    "true_first": ("true reward, first four iterations", 1, 2), "true_end": ("true reward, last four iterations", 1, 2),
+    "on_topic_before": ("answers with the last word of the prompt, before, %", 100, 0),
+    "on_topic": ("answers with the last word of the prompt, after, %", 100, 0),
+    "agreement": ("held-out pairs on which the reward model agrees, %", 100, 1),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run of a row: what it is, where it is made."""
+
+    row: str
+    variant: str
+    seed: int
+    model_dir: str = "smollm2"
+    smoke: bool = False
+
+    @property
+    def run(self) -> Run:
+        return ROWS[self.row].variants[self.variant]
+
+    @property
+    def flags(self) -> str:
+        return self.run.flags + " --num-iterations 2 --eval-episodes 4" * self.smoke  # the last of two flags counts
+
+    @property
+    def command(self) -> str:
+        return self.run.command(self.row, self.variant, self.seed)
+
+    @property
+    def code(self) -> str:
+        return code_of(self.run, ROWS[self.row].files)
+
+    @property
+    def folder(self) -> Path:
+        name = re.sub(r"\W+", "_", f"{self.row} {self.variant} {self.seed}{' smoke' * self.smoke}")
+        return ROOT / "runs" / "table" / self.code / name
+
+
+# --- What is measured: functions of a job that return its numbers.
+
+
+def train(job: Job, flags: str, name: str = "run") -> Path:
+    """Run the script, patched if the run says so. Returns the folder of its run, without weights."""
+    script = common.patched_script(job.run.patch) if job.run.patch else ROOT / SCRIPTS[0]
+    flags = ["--save-every", "0", *shlex.split(flags), "--seed", str(job.seed)]
+    flags = [job.model_dir if flag == "smollm2" else flag for flag in flags]
+    flags += ["--device", "cpu", "--log-dir", str(job.folder), "--run-name", name]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}  # benchmarks.tasks, also for a patched copy
+    subprocess.run([sys.executable, str(script), *flags], check=True, stdout=sys.stderr, env=env)
+    return job.folder / name
+
+
+def script_numbers(job: Job) -> dict:
+    return numbers_of(train(job, job.flags), job.row)
+
+
+def numbers_of(folder: Path, row: str) -> dict:
+    """Evaluations of a finished run, and means of the last five iterations, as ppo_llm.py wrote them."""
+    import critic_pays
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "completed", summary["status"]
+    args = json.loads((folder / "config.json").read_text())["args"]
+    samples, rows = args["rollout_batch_size"] * args["n_samples_per_prompt"], common.read_lines(folder / METRICS)
+    before, after = summary["eval_before"], summary["eval_after"]
+    points = [(row["iteration"] * samples, row["eval/accuracy"]) for row in rows if "eval/accuracy" in row]
+    points.append((len(rows) * samples, after["accuracy"]))
+    columns = {name: [row.get(name) for row in rows] for name in ("objective/accuracy", "objective/reward")}
+    level = critic_pays.reached({"task": row if row in critic_pays.LEVELS else "sort"} | columns)
+
+    def end(name: str) -> float | None:
+        values = [row[name] for row in rows[-5:] if name in row]
+        return statistics.mean(values) if values else None
+
+    return {
+        "before": before["accuracy"], "greedy_before": before["greedy_accuracy"],
+        "after": after["accuracy"], "greedy_after": after["greedy_accuracy"], "reward_after": after["reward"],
+        "samples": len(rows) * samples,
+        "samples_to_90": next((n for n, accuracy in points if accuracy >= 0.9), None) if args["eval_every"] else None,
+        "samples_to_level": level and level * samples,
+        "reward_end": end("objective/reward"), "accuracy_end": end("objective/accuracy"), "kl_end": end("objective/kl"),
+        "entropy_end": end("objective/entropy"), "truncated_end": end("objective/truncated"),
+        "first_approx_kl": rows[0].get("actor/approx_kl"), "first_clipfrac": rows[0].get("actor/clipfrac"),
+        "explained": statistics.median(row.get("critic/explained_variance", 0.0) for row in rows),
+        "advantage_std": statistics.median(row.get("ratio/advantage_std", 0.0) for row in rows),
+        "iteration_seconds": statistics.median(row["time/iteration"] for row in rows),
+    }  # fmt: skip
+
+
+def sums_with_trl(job: Job) -> dict:
+    """The example of the README with TRL's loop: the same prompts, samples, settings and evaluations."""
+    import learning_real
+
+    flags = learning_real.TASKS["sums, short"]
+    if job.smoke:
+        flags = flags | dict(num_iterations=2, eval_episodes=4, rollout_batch_size=4, train_batch_size=2)
+    evaluation = learning_real.Evaluation(job.model_dir, flags, job.seed)
+    rows = learning_real.trl(job.model_dir, flags, job.seed, evaluation)["rows"]
+    before, after = evaluation.points
+    return {
+        "before": before["accuracy"], "greedy_before": before["greedy_accuracy"],
+        "after": after["accuracy"], "greedy_after": after["greedy_accuracy"], "samples": evaluation.total,
+        "iteration_seconds": statistics.median(row["time/iteration"] for row in rows),
+    }  # fmt: skip
+
+
+def guess_number(job: Job) -> dict:
+    """A run of the script, and the mean reward of 64 sampled episodes for each of the eight numbers."""
+    import tasks
+
+    folder = train(job, job.flags)
+    model, _ = common.ppo_llm.load_hf_checkpoint(folder / "model")
+    tokenizer = common.ppo_llm.HFTokenizer(folder / "model")
+    seeds, env = {number: [] for number in range(8)}, tasks.GuessNumber()
+    for seed in range(10_000):
+        env.reset(seed=seed)
+        seeds[env.number].append(seed)
+    seeds = [seed for of_number in seeds.values() for seed in of_number[:64]]
+    args = common.ppo_llm.Args(max_prompt_tokens=16, max_new_tokens=24, seed=job.seed)
+    decoder = common.ppo_llm.Decoder(model, len(seeds), tokenizer.stop_ids, args)
+    envs = [common.gym.make("GuessNumber-v0", disable_env_checker=True) for _ in seeds]
+    episodes = common.ppo_llm.rollout(decoder, tokenizer, envs, seeds, range(len(seeds)), -1, args)
+    reward = statistics.mean(sum(episode.rewards) for episode in episodes)
+    return numbers_of(folder, job.row) | {"reward_by_number": reward}
+
+
+def preferences(job: Job) -> dict:
+    """PPO on a reward model of 300 pairs. The first run of a version makes the pairs and the reward model."""
+    import preferences
+
+    folder = preferences.FOLDER = job.folder.parent / f"preferences{'_smoke' * job.smoke}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if job.smoke:
+        preferences.PASSES = preferences.HELD_OUT_PASSES = 1
+        preferences.FLAGS |= dict(num_iterations=4, eval_episodes=4)
+    pairs = 16 if job.smoke else 300
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / f"rm_{pairs}" / "agreement.json").exists():
+            preferences.make_pairs(job.model_dir)
+            preferences.make_reward_model(job.model_dir, pairs)
+    run = preferences.ppo(job.model_dir, pairs, 0.05, job.seed)
+    kl, true, learned = preferences.reward_curves(run).values()
+    seen = preferences.look_at(folder / f"{pairs}_0.05_{job.seed}" / "model")
+    before = preferences.look_at(Path(job.model_dir))
+    return {
+        "agreement": json.loads((folder / f"rm_{pairs}" / "agreement.json").read_text())["agreement"],
+        "kl_end": kl[-1], "learned_first": learned[0], "learned_end": learned[-1], "true_first": true[0],
+        "true_end": true[-1], "explained": preferences.explained_variance(run),
+        "on_topic_before": before["on_topic"], "on_topic": seen["on_topic"],
+    }  # fmt: skip
+
+
+def time_of_critic(job: Job) -> dict:
+    """An iteration of the default task with a critic and without, one after the other."""
+    short = f"--num-iterations 30 --eval-episodes 16 {job.flags}"
+    folders = train(job, short, "critic"), train(job, f"{short} --critic-epochs 0", "constant")
+    critic, constant = (numbers_of(folder, job.row)["iteration_seconds"] for folder in folders)
+    return {"ratio": critic / constant, "iteration_seconds": critic, "seconds_without": constant}
+
+
+def iteration_beside_trl(job: Job) -> dict:
+    import ppo_update
+
+    settings = ppo_update.REAL | (dict(samples=4, mean=4, longest=8) if job.smoke else {})
+    runs = ppo_update.pair(ppo_update.real_settings(job.model_dir, **settings))
+    ours, compiled, theirs = (runs[side] for side in ppo_update.SIDES)
+    numbers = {f"{phase}_ratio": theirs[phase] / ours[phase] for phase in ppo_update.PHASES}
+    numbers["compiled_ratio"] = theirs["whole iteration"] / compiled["whole iteration"]
+    for name, side in ("ours", ours), ("trl", theirs):
+        numbers |= {f"{phase}_{name}": side[phase] for phase in ppo_update.PHASES}
+        numbers[f"gigabytes_{name}"] = side["bytes"] / 1e9
+    return numbers
+
+
+def decode_beside_generate(job: Job) -> dict:
+    """Tokens per second without torch.compile, and of the fastest of three ways of `generate`."""
+    import decode
+
+    torch.set_num_threads(1)
+    rows = job.run.argument
+    sides = decode.Sides(job.model_dir, torch.float32, common.sums(rows), 4 if job.smoke else decode.REAL["new"])
+    del sides.runs["ours, --compile on"]
+    same = sides.same_tokens()  # compiles
+    seconds, steps = sides.measure(pairs=1)
+    seconds = {name: taken[0] for name, taken in seconds.items()}
+    ours, best = seconds.pop("ours"), min(seconds.values())
+    return {
+        "ratio": best / ours, "tokens_per_second": rows * sides.new / ours, "step_ms": 1000 * steps["ours"][0],
+        "generate_per_second": rows * sides.new / best, "best": min(seconds, key=seconds.get),
+        "same_tokens": min(same.values()),
+    }  # fmt: skip
+
+
+def batching(job: Job) -> dict:
+    """A rollout of log-normal lengths in waves, by continuous batching, and by transformers' continuous batching."""
+    import logging
+
+    import rollout
+
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    settings = rollout.SMOKE if job.smoke else rollout.CPU
+    bench, (slots, waves) = rollout.Bench(**settings), settings["runs"][0]
+    lengths = common.forced_lengths("log-normal", slots * waves, settings["mean"], settings["longest"])
+    warm = common.forced_lengths("uniform", slots, 4, 8)
+    for attention in rollout.PAGED:
+        bench.run_peer(attention, warm, slots)
+    bench.run_both(warm, slots)
+    runs = bench.run_both(lengths, slots)
+    peer = bench.run_best_peer(rollout.PAGED, lengths, slots)
+    mine = runs["continuous"]["seconds"]
+    return {
+        "over_waves": runs["waves"]["seconds"] / mine, "over_transformers": peer["seconds"] / mine,
+        "tokens_per_second": sum(lengths) / mine, "steps": runs["continuous"]["steps"],
+        "steps_of_waves": runs["waves"]["steps"],
+    }  # fmt: skip
+
+
+def ranks_beside_one(job: Job) -> dict:
+    import ranks
+
+    several = {f"{n} ranks": (n, "") for n in job.run.argument}
+    made = list(ranks.distances({"1 process": (0, "")} | several, ranks.FLAGS))[1:]
+    _, same, responses, metrics, _, weights, *_ = zip(*made)
+    return {"metrics_differ_by": max(metrics), "weights_differ_by": max(weights),
+            "other_responses": sum(responses) - sum(same)}  # fmt: skip
+
+
+def resumed_beside_uninterrupted(job: Job) -> dict:
+    """How many numbers differ after a signal stopped a run in iteration 8 of 12 and the run was resumed."""
+    import ranks
+
+    flags = "--num-iterations 12 --save-every 5 --eval-episodes 64"
+    whole = train(job, flags, "whole")
+    name, number = "resumed", job.run.argument
+    command = [sys.executable, str(ROOT / SCRIPTS[0]), *shlex.split(flags), "--seed", str(job.seed), "--device", "cpu",
+               "--log-dir", str(job.folder), "--run-name", name, "--resume", "auto"]  # fmt: skip
+    child = subprocess.Popen(command, stdout=sys.stderr)
+    metrics = job.folder / name / METRICS
+    while child.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 8):
+        time.sleep(0.05)
+    child.send_signal(number)
+    assert child.wait() != 0, "the run ended before it was stopped"
+    stopped = len(metrics.read_text().splitlines())
+    assert stopped < 12, stopped
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    one, other = (ranks.results(folder) for folder in (whole, job.folder / name))
+    return {
+        "stopped_after": stopped,
+        "other_metrics": sum(one[0].get(name) != other[0].get(name) for name in one[0].keys() | other[0].keys()),
+        "other_responses": sum(a != b for a, b in zip(one[1], other[1], strict=True)),
+        "other_weights": sum(int((one[2][name] != other[2][name]).sum()) for name in one[2]),
+    }
+
+
+def planted_faults(job: Job) -> dict:
+    """A part of the faults, every PARTS-th."""
+    sys.path.append(str(ROOT / "tests"))
+    import plant_faults
+
+    names = list(plant_faults.read_faults())[job.seed - 1 :: ROWS[job.row].seeds]
+    command = [sys.executable, "tests/plant_faults.py", *(names[:2] if job.smoke else names)]
+    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout.splitlines()
+    killed, planted = map(int, re.match(r"(\d+) of (\d+) killed", lines[-1]).groups())
+    return {"killed": killed, "planted": planted, "others": [line for line in lines[:-1] if line[:6] != "killed"]}
+
+
+def time_of_tests(job: Job) -> dict:
+    """Seconds of a command, and how many tests passed and failed in it."""
+    start = time.perf_counter()
+    command = ["-m", "pytest", "--co"] if job.smoke else job.run.argument
+    command = [sys.executable, *command] if command[0] == "-m" else command
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, cwd=ROOT)
+    print(run.stdout, file=sys.stderr)
+    counts = {name: sum(map(int, re.findall(rf"(\d+) {name}", run.stdout))) for name in ("passed", "failed")}
+    return {"seconds": time.perf_counter() - start, "exit_code": run.returncode} | counts
+
+
+# --- Code, lines, and which of them count.
+
+
+@functools.cache
+def tree(text: str) -> str:
+    """The syntax tree of Python code, without docstrings. Comments and the breaks of lines are not in it."""
+    parsed = ast.parse(text)
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:]
+    return ast.dump(parsed)
+
+
+def code_of(run: Run, files: tuple[str, ...] = (), root: Path = ROOT) -> str:
+    """A hash of all code that decides what a run gives."""
+    files += ("benchmarks/tasks.py",) * ("benchmarks.tasks" in run.flags)
+    paths = [*SCRIPTS, *(path.relative_to(root) for name in files for path in sorted(root.glob(name)))]
+    paths += [Path("forks", f"{run.patch}.patch")] if run.patch else []
+    texts = [(path, (root / path).read_text()) for path in map(str, paths)]
+    parts = [path + (tree(text) if path.endswith(".py") else text) for path, text in texts]
+    if run.make != "script_numbers":
+        parts.append(tree(inspect.getsource(globals()[run.make])))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]
+
+
+def read_table() -> list[dict]:
+    return common.read_lines(DATA) if DATA.exists() else []
+
+
+def jobs_of(names: list[str], seeds: list[int] | None = None, **settings) -> list[Job]:
+    """The runs of these rows in the order of seeds, so that an interrupted row has all of its variants."""
+    return [Job(name, variant, seed, **settings) for name in names for seed in range(1, ROWS[name].seeds + 1)
+            for variant in ROWS[name].variants if seeds is None or seed in seeds]  # fmt: skip
+
+
+def finished(job: Job, lines: list[dict]) -> dict | None:
+    """The line of a run that need not be made. Rows share the runs of the same command."""
+    key = (job.command, job.seed, job.code)
+    return next((line for line in lines if (line["command"], line["seed"], line["code"]) == key), None)
+
+
+def outdated(job: Job, lines: list[dict]) -> bool:
+    """Whether there is a line of this run, but of another code or command."""
+    return any((line["row"], line["variant"], line["seed"]) == (job.row, job.variant, job.seed) for line in lines)
+
+
+def stale(names: list[str]) -> None:
+    lines = read_table()
+    for name in names:
+        count, old, missing = 0, [], []
+        for job in jobs_of([name]):
+            if finished(job, lines):
+                count += 1
+            else:
+                (old if outdated(job, lines) else missing).append(f"{job.variant} {job.seed}")
+        print(f"{name}: {count} of {count + len(old) + len(missing)} runs count")
+        for text, runs in ("of another code", old), ("missing", missing):
+            if runs:
+                print(f"  {text}: {', '.join(runs)}")
+
+
+# --- Making runs.
+
+
+def make_run(job: Job) -> dict:
+    """Numbers of a run, made in this process and its children."""
+    shutil.rmtree(job.folder, ignore_errors=True)
+    job.folder.mkdir(parents=True)
+    numbers = globals()[job.run.make](job)
+    for part in ("model", "critic", "checkpoints"):  # weights
+        for path in job.folder.glob(f"*/{part}"):
+            shutil.rmtree(path)
+    return {name: float(f"{x:.5g}") if isinstance(x, float) else x for name, x in numbers.items()}
+
+
+def make_line(job: Job) -> dict:
+    """Make a run in a process of its own. Returns its line for the data file."""
+    alone, code = ROWS[job.row].alone, job.code
+    busy, start = busy_cores(0 if job.smoke else PATIENCE) if alone else None, time.perf_counter()
+    command = [sys.executable, "-W", "ignore", __file__, "run", job.row, job.variant, str(job.seed)]
+    command += ["--model-dir", job.model_dir, *["--smoke"] * job.smoke]
+    log = job.folder.parent / f"{job.folder.name}.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError("another process makes this run") from None
+        with log.open("w") as errors:
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            run = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+    if run.returncode:
+        tail = "\n".join(log.read_text().splitlines()[-15:])
+        raise RuntimeError(f"exit code {run.returncode}, see {log}\n{tail}")
+    if job.code != code:
+        raise RuntimeError("the code changed while this run was made, so it does not count")
+    line = {
+        "row": job.row, "variant": job.variant, "seed": job.seed, "numbers": json.loads(run.stdout.splitlines()[-1]),
+        "command": job.command, "code": code, "commit": commit(), "versions": versions(),
+        "processor": common.hardware().split("; ")[0], "seconds": round(time.perf_counter() - start),
+    }  # fmt: skip
+    line |= {} if busy is None else {"busy_cores": busy}
+    if not job.smoke:
+        (job.folder / "line.json").write_text(json.dumps(line))
+    return line
+
+
+def commit() -> str:
+    """The commit, with a plus if a file of the project differs from it."""
+    git = lambda *arguments: subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/data").strip()
+    return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(changed)
+
+
+def versions() -> str:
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers")]
+    try:
+        packages.append(f"trl {importlib.metadata.version('trl')}")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    return ", ".join([*packages, f"Python {platform.python_version()}"])
+
+
+def busy_cores(patience: float) -> float:
+    """Waits until other processes leave the processor idle. Returns how many cores they use at last."""
+    import psutil
+
+    busy = lambda: round(psutil.cpu_percent(interval=3) / 100 * psutil.cpu_count(), 2)
+    start, now = time.monotonic(), busy()
+    while now > IDLE and time.monotonic() - start < patience:
+        print(f"  {now} cores are busy; a run that measures time waits", flush=True)
+        time.sleep(20)
+        now = busy()
+    return now
+
+
+def make_all(jobs: list[Job], workers: int) -> bool:
+    """Make the runs that are missing, those of rows that measure time one at a time. True if none failed."""
+    lines, wanted = read_table(), {}
+    for job in jobs:
+        if job.smoke or not finished(job, lines):
+            wanted.setdefault((job.command, job.seed), job)  # rows share runs
+    beside, alone = ([job for job in wanted.values() if ROWS[job.row].alone == kind] for kind in (False, True))
+    print(f"{len(jobs)} runs, {len(jobs) - len(wanted)} of them are there. {len(wanted)} are made, "
+          f"{hours(beside, workers) + hours(alone):.1f} hours on quiet cores.", flush=True)  # fmt: skip
+    done, failed = 0, []
+    for part, at_a_time in (beside, workers), (alone, 1):
+        with concurrent.futures.ThreadPoolExecutor(at_a_time) as pool:
+            futures = {pool.submit(make_line, job): job for job in part}
+            try:
+                for future in concurrent.futures.as_completed(futures):
+                    job, done = futures[future], done + 1
+                    where = f"[{done}/{len(wanted)}] {job.row}, {job.variant}, {job.seed}"
+                    if future.exception():
+                        failed.append(job)
+                        print(f"{where}: FAILED\n{future.exception()}", flush=True)
+                        continue
+                    line = future.result()
+                    if not job.smoke:
+                        common.add_line(DATA, line)
+                    print(f"{where}: {line['seconds']} s; {json.dumps(line['numbers'])}", flush=True)
+            except KeyboardInterrupt:
+                pool.shutdown(cancel_futures=True)
+                raise
+    if failed:
+        print(f"{len(failed)} runs failed: {', '.join(f'{job.row}, {job.variant}, {job.seed}' for job in failed)}")
+    return not failed
+
+
+def hours(jobs: list[Job], workers: int = 1) -> float:
+    return sum(job.run.minutes for job in jobs) / 60 / workers
+
+
+# --- The table.
+
+
+def formatted(x: float, form: int | str) -> str:
+    return f"{x:,.{form}f}" if isinstance(form, int) else f"{x:{form}}"
+
+
+def summarized(values: list[float], statistic: str, form: int | str) -> str:
+    """Mean and its standard error, median and range, the largest, or the sum."""
+    if statistic == "sum":
+        return formatted(sum(values), form)
+    if statistic == "worst":
+        return formatted(max(values), form)
+    if statistic == "median":
+        low, middle, high = (formatted(f(values), form) for f in (min, statistics.median, max))
+        return f"{middle} ({low} to {high})"
+    mean = formatted(statistics.mean(values), form)
+    if len(values) == 1:
+        return mean
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return f"{mean} ± {formatted(error, form)}"
+
+
+def shown_rows(name: str, lines: list[dict]) -> list[list[str]]:
+    """The cells of a row's lines in the table: claim, number, seeds or pairs, command."""
+    row, cells = ROWS[name], []
+    found = {(job.variant, job.seed): finished(job, lines) for job in jobs_of([name])}
+    numbers = {key: line["numbers"] for key, line in found.items() if line}
+    for variant, run in row.variants.items():
+        mine = {seed: of for (other, seed), of in numbers.items() if other == variant}
+        if not mine:
+            continue
+        label = f"{row.claim}{f', {variant}' * (len(row.variants) > 1)}"
+        command = f"`{run.command(name, variant, 'SEED')}`"
+        count = f"{len(mine)} {row.unit if len(mine) > 1 else row.unit.removesuffix('s')}"
+        for number in row.shown:
+            text, factor, form = NUMBERS[number]
+            values = [factor * of[number] for of in mine.values() if of.get(number) is not None]
+            if values:
+                missing = len(mine) - len(values)
+                number = summarized(values, row.statistic, form) + f" (not reached: {missing})" * bool(missing)
+                cells.append([f"{label}: {text}", number, count, command])
+        if row.against and row.against[0] != variant:
+            other, number, kind = row.against
+            text, factor, form = NUMBERS[number]
+            pairs = [(of.get(number), numbers.get((other, seed), {}).get(number)) for seed, of in mine.items()]
+            pairs = [pair for pair in pairs if None not in pair]
+            if pairs:
+                values = [a / b if kind == "quotient" else factor * (a - b) for a, b in pairs]
+                text = f"{label}: {text}, {kind} of this and {other} with the same seed"
+                number = summarized(values, "mean", 2 if kind == "quotient" else form)
+                cells.append([text, number, f"{len(pairs)} {row.unit}", command])
+    return cells
+
+
+def show(names: list[str]) -> None:
+    lines = read_table()
+    common.table(["claim", "number", "runs", "command"])
+    for name in names:
+        for cells in shown_rows(name, lines):
+            common.line(cells)
+    counting = [line for job in jobs_of(names) if (line := finished(job, lines))]
+    for name in "commit", "processor", "versions":
+        print(f"\n{name}: {'; '.join(sorted({line[name] for line in counting}))}")
+    if loud := [line for line in counting if line.get("busy_cores", 0) > IDLE]:
+        print("\nnot quiet:", "; ".join(f"{line['row']}, {line['variant']}, {line['seed']}" for line in loud))
+
+
+def list_rows(names: list[str]) -> None:
+    for name in names:
+        row, jobs = ROWS[name], jobs_of([name])
+        notes = ", one at a time" * row.alone + ", only if --only names it" * row.extra
+        print(f"{name}: {row.claim}; {len(jobs)} runs, {60 * hours(jobs):.0f} minutes{notes}")
+        for variant, run in row.variants.items():
+            print(f"  {variant}, {row.seeds} {row.unit}, {run.minutes:g} minutes each: "
+                  f"{run.command(name, variant, 'SEED')}")  # fmt: skip
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", nargs="?", default="make", choices=["make", "list", "stale", "show", "run"])
+    parser.add_argument("which", nargs="*", metavar="ROW VARIANT SEED", help="of the verb run")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*ROWS], help="rows")
+    parser.add_argument("--seeds", nargs="+", type=int, help="seeds, pairs or parts; default: those of the row")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, unless they measure time")
+    parser.add_argument("--model-dir", default=os.environ.get("MODEL_DIR", "smollm2"), help="folder of SmolLM2")
+    parser.add_argument("--smoke", action="store_true", help="a few iterations of each run; no line is written")
+    args = parser.parse_args(arguments)
+    if args.verb == "run":
+        if len(args.which) != 3 or args.which[0] not in ROWS or args.which[1] not in ROWS[args.which[0]].variants:
+            parser.error("run needs ROW VARIANT SEED; `table.py list` prints rows and variants")
+    elif args.which:
+        parser.error(f"{args.verb} has no argument {args.which[0]}")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(1)  # as in every run
+    if args.verb == "run":
+        row, variant, seed = args.which
+        numbers = make_run(Job(row, variant, int(seed), os.path.abspath(args.model_dir), args.smoke))
+        return print(json.dumps(numbers))
+    names = args.only or [name for name, row in ROWS.items() if args.verb != "make" or not row.extra]
+    if args.verb == "make":
+        jobs = jobs_of(names, args.seeds, model_dir=os.path.abspath(args.model_dir), smoke=args.smoke)
+        sys.exit(not make_all(jobs, args.jobs))
+    {"list": list_rows, "stale": stale, "show": show}[args.verb](names)
+
+
+if __name__ == "__main__":
+    main()

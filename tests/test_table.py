@@ -1,0 +1,252 @@
+"""benchmarks/table.py: which lines count, which runs are made, and what the table says of them."""
+
+import dataclasses
+import json
+import shlex
+import shutil
+import sys
+
+import pytest
+import tyro
+from conftest import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+import cases
+import common
+import critic_pays
+import learning_real
+import table
+import torch
+
+import ppo_llm
+
+pytestmark = pytest.mark.shared
+SCRIPT = '''"""A module."""
+RATE = 0.5  # a comment
+
+
+class A:
+    """A class."""
+
+    def f(self, x):
+        """A function."""
+        return RATE * x
+'''
+JOB = table.Job("sort", "constant", 2)
+
+
+def test_a_tree_has_no_comments_and_docstrings():
+    changed = SCRIPT.replace("A function.", "Other words.").replace("# a comment", "").replace("* x", "*  x")
+    assert changed != SCRIPT and table.tree(changed) == table.tree(SCRIPT)
+    assert table.tree(SCRIPT.replace('        """A function."""\n', "")) == table.tree(SCRIPT)
+    for old, new in ("0.5", "0.25"), ("RATE *", "RATE +"), ("def f", "def g"):
+        assert table.tree(SCRIPT.replace(old, new)) != table.tree(SCRIPT)
+    assert table.tree('x = 1\n"text"\n') != table.tree("x = 1\n")  # this is no docstring
+
+
+def test_the_code_of_a_run(tmp_path):
+    for name in (*table.SCRIPTS, "benchmarks/tasks.py", "forks/lora.patch", "docs/page.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(SCRIPT)
+    runs = {
+        "plain": (table.Run(), ()),
+        "patched": (table.Run(patch="lora"), ()),
+        "task": (table.Run("--env-id benchmarks.tasks:A-v0"), ()),
+        "file": (table.Run(), ("docs/*.md",)),
+    }
+    codes = lambda: {name: table.code_of(*run, tmp_path) for name, run in runs.items()}
+    before = codes()
+    assert len(set(before.values())) == len(runs)
+    for name, whose in (
+        (table.SCRIPTS[1], set(runs)),
+        ("forks/lora.patch", {"patched"}),
+        ("benchmarks/tasks.py", {"task"}),
+        ("docs/page.md", {"file"}),
+    ):
+        (tmp_path / name).write_text(SCRIPT.replace("0.5", "0.25"))
+        assert {run for run, code in codes().items() if code != before[run]} == whose, name
+        (tmp_path / name).write_text(SCRIPT.replace("A module.", "Other words."))
+        text_counts = whose if name in ("forks/lora.patch", "docs/page.md") else set()
+        assert {run for run, code in codes().items() if code != before[run]} == text_counts, name
+        (tmp_path / name).write_text(SCRIPT)
+
+
+def line_of(job: table.Job, numbers: dict, **changes) -> dict:
+    return {
+        "row": job.row, "variant": job.variant, "seed": job.seed, "numbers": numbers, "command": job.command,
+        "code": job.code, "commit": "abc", "versions": "torch 2", "processor": "CPU", "seconds": 1,
+    } | changes  # fmt: skip
+
+
+def test_a_line_counts_for_its_command_seed_and_code():
+    assert table.finished(JOB, [line_of(JOB, {})])
+    for change in dict(code="0123"), dict(seed=3), dict(command="python ppo_llm.py"):
+        assert not table.finished(JOB, [line_of(JOB, {}, **change)])
+    assert table.outdated(JOB, [line_of(JOB, {}, code="0123")])
+    assert not table.outdated(JOB, [line_of(JOB, {}, seed=3)])
+    of_default = line_of(table.Job("default", "critic", 1), {})
+    assert table.finished(table.Job("sort", "critic", 1), [of_default])  # the same command
+    assert table.finished(table.Job("cases", "healthy", 1), [of_default])
+    assert not table.finished(table.Job("sort", "group", 1), [of_default])  # the same flags, but a patch
+
+
+def test_stale_names_what_is_missing_and_what_is_of_another_code(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
+    common.add_line(table.DATA, line_of(JOB, {}, code="0123"))
+    common.add_line(table.DATA, line_of(dataclasses.replace(JOB, seed=1), {}))
+    table.stale(["sort"])
+    counts, old, missing = capsys.readouterr().out.splitlines()
+    assert counts == "sort: 1 of 15 runs count"
+    assert old == "  of another code: constant 2"
+    assert "constant 3" in missing and "constant 1," not in missing and "constant 2," not in missing
+
+
+def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
+    made = []
+
+    def make_line(job):
+        made.append(job)
+        if job.seed == 3 and len(made) < 5:
+            raise RuntimeError("out of memory")
+        return line_of(job, {"after": 1.0})
+
+    monkeypatch.setattr(table, "make_line", make_line)
+    jobs = [*table.jobs_of(["default"]), *table.jobs_of(["sort"])]
+    wanted = {(job.command, job.seed) for job in jobs}
+    assert not table.make_all(jobs, 2)  # one failed
+    assert "FAILED\nout of memory" in capsys.readouterr().out
+    assert len(made) == len(wanted) == 15  # the critic's runs are made once
+    first = len(table.read_table())
+    made.extend(made)  # later runs succeed
+    count = len(made)
+    assert table.make_all(jobs, 2)
+    assert len(made) - count == 15 - first < 5
+    count = len(made)
+    assert table.make_all(jobs, 2) and len(made) == count
+    smoke = [dataclasses.replace(job, smoke=True) for job in jobs[:2]]
+    lines = table.DATA.read_text()
+    assert table.make_all(smoke, 2) and len(made) == count + 2 and table.DATA.read_text() == lines
+
+
+def test_runs_that_measure_time_come_last_and_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
+    running, most, order = set(), {}, []
+
+    def make_line(job):
+        running.add(job)
+        order.append(job.row)
+        table.time.sleep(0.02)
+        most[job.row] = max(most.get(job.row, 0), len(running))
+        running.remove(job)
+        return line_of(job, {})
+
+    monkeypatch.setattr(table, "make_line", make_line)
+    assert table.make_all(table.jobs_of(["iteration", "default"]), 2)
+    assert most == {"default": 2, "iteration": 1} and order == ["default"] * 5 + ["iteration"] * 3
+
+
+def test_the_numbers_of_the_table_are_those_of_the_lines():
+    numbers = {1: (0.9, 20_000), 2: (0.95, 30_000), 3: (0.94, None)}
+    lines = [line_of(table.Job("sort", "critic", seed), {"after": after, "samples_to_level": samples})
+             for seed, (after, samples) in numbers.items()]  # fmt: skip
+    lines += [line_of(table.Job("sort", "constant", seed), {"after": 0.5, "samples_to_level": samples})
+              for seed, samples in ((1, 40_000), (2, 40_000))]  # fmt: skip
+    lines.append(line_of(table.Job("sort", "critic", 4), {"after": 0.0}, code="0123"))
+    cells = {claim.split(": ")[1]: rest for claim, *rest in table.shown_rows("sort", lines) if "critic: " in claim}
+    # 93 %, deviations -3, 2 and 1, variance 14 / 2, standard error sqrt(7 / 3) = 1.53
+    assert cells["right after training, sampled, %"][:2] == ["93.0 ± 1.5", "3 seeds"]
+    # 25,000, deviations of 5,000, variance 2 * 5,000 ** 2, standard error 5,000
+    assert cells["samples to the level"][0] == "25,000 ± 5,000 (not reached: 1)"
+    # 0.5 and 0.75: deviations of 0.125, standard error 0.125
+    quotient = next(rest for claim, rest in cells.items() if "quotient" in claim)
+    assert quotient[:2] == ["0.62 ± 0.12", "2 seeds"]
+    assert cells["samples to the level"][2] == "`python ppo_llm.py --eval-every 20 --seed SEED`"
+    assert table.summarized([3.0, 1.0, 2.5], "median", 2) == "2.50 (1.00 to 3.00)"
+    assert table.summarized([1e-7, 3e-7], "worst", ".1e") == "3.0e-07"
+    assert table.summarized([60, 63], "sum", 0) == "123"
+
+
+def test_the_commands_are_commands_of_the_scripts():
+    for name, row in table.ROWS.items():
+        for job in table.jobs_of([name], [1]):
+            patch, _, command = job.command.rpartition(" && ")
+            assert not patch or (ROOT / patch.removeprefix("git apply ")).is_file()
+            words = shlex.split(command)
+            if words[:2] == ["python", "ppo_llm.py"]:
+                args = tyro.cli(ppo_llm.Args, args=words[2:])
+                assert args.seed == job.seed
+                samples = args.rollout_batch_size * args.n_samples_per_prompt
+                if name != "cases" and not patch:
+                    assert samples == (32 if name == "sums" else ppo_llm.Args().rollout_batch_size)
+            elif words[1:3] == ["benchmarks/table.py", "run"]:
+                assert table.parse(words[2:]).which == [name, job.variant, str(job.seed)]
+            elif words[:2] != ["python", "-m"]:
+                assert (ROOT / words[words[0] == "python"]).is_file()
+            assert callable(getattr(table, job.run.make))
+            assert set(row.shown) <= set(table.NUMBERS)
+            assert not row.against or (row.against[0] in row.variants and row.against[1] in table.NUMBERS)
+
+
+def test_the_rows_are_the_runs_of_the_other_benchmarks():
+    prefix = tyro.cli(ppo_llm.Args, args=shlex.split(table.PREFIX))
+    theirs = ppo_llm.Args(**critic_pays.TASKS["prefix"])
+    assert dataclasses.replace(prefix, env_id=theirs.env_id) == theirs
+    runs = [run.command() for case in cases.CASES.values() for run in case.runs]
+    mine = [table.Run(run.flags).command("", "", 1) for run in table.ROWS["cases"].variants.values()]
+    assert [command.replace(" --eval-every 20", "").removesuffix(" --seed 1") for command in mine] == runs
+
+
+def test_trl_gets_the_flags_of_the_command():
+    mine = tyro.cli(ppo_llm.Args, args=shlex.split(table.SUMS + " 32"))
+    theirs = ppo_llm.Args(**learning_real.TASKS["sums, short"])
+    assert dataclasses.replace(mine, env_id=theirs.env_id, model=None) == theirs
+
+
+def test_trl_gets_the_learning_rates_and_the_clipping_of_both_models():
+    args = ppo_llm.Args(num_iterations=2, rollout_batch_size=8, train_batch_size=4, ppo_epochs=1, actor_lr=0.1,
+                        critic_lr=0.4, lr_end=0.2, max_grad_norm=1.0)  # fmt: skip
+    models = policy, value = torch.nn.Linear(3, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+    optimizer = learning_real.optimizer_of_both(policy, value, args)
+    mine = [torch.nn.Parameter(m.weight.detach().clone()) for m in models]
+    own = [torch.optim.AdamW([p], betas=(0.9, 0.999), weight_decay=0.0) for p in mine]
+    for step in range(4):  # of 2 * 8 / 4
+        for model, weight in zip(models, mine):
+            model.weight.grad = torch.randn_like(weight) * 10 ** (step - 1)  # only the first ones are below the norm
+            weight.grad = model.weight.grad * min(1.0, 1.0 / float(model.weight.grad.norm()))
+        optimizer.step()
+        for rate, one in zip((0.1, 0.4), own):
+            one.param_groups[0]["lr"] = rate * (1 - 0.8 * step / 4)
+            one.step()
+        for model, weight in zip(models, mine):
+            torch.testing.assert_close(model.weight.detach(), weight.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_other_benchmarks_find_their_runs_by_the_command(tmp_path):
+    runs = ("sort", "group"), ("sort", "critic"), ("cases", "critic: critic's rate 1e-6")
+    for i, (row, variant) in enumerate(runs):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / f"{i}.txt").write_text(f"output {i}")
+        (tmp_path / str(i) / "line.json").write_text(json.dumps(line_of(table.Job(row, variant, 2), {})))
+    lines = sorted(map(str, tmp_path.glob("*/line.json")))
+    found = list(common.runs_of_table(lines, {"--eval-every 20": "default", "--critic-lr 1e-6": "critic"}))
+    assert found == [(name, 2, tmp_path / str(i) / "run", f"output {i}") for name, i in (("default", 1), ("critic", 2))]
+
+
+@pytest.mark.slow
+def test_numbers_of_a_run(tmp_path, monkeypatch):
+    """A real run of a few samples, made as the command makes it."""
+    sizes = "--rollout-batch-size 8 --train-batch-size 8 --sft-steps 1 --num-iterations 12 --eval-episodes 16"
+    small = table.Run(f"--eval-every 6 {sizes}")
+    row = dataclasses.replace(table.ROWS["default"], variants={"critic": small})
+    monkeypatch.setattr(table, "ROWS", {"default": row})
+    monkeypatch.setattr(table, "ROOT", tmp_path)  # where runs are kept
+    for name in table.SCRIPTS:
+        shutil.copy(ROOT / name, tmp_path)
+    job = table.Job("default", "critic", 3)
+    numbers = table.make_run(job)
+    assert numbers["samples"] == 12 * 8 and numbers["samples_to_90"] is None and 0 <= numbers["after"] < 0.9
+    rows = common.read_lines(job.folder / "run" / table.METRICS)
+    last = [row["objective/reward"] for row in rows[-5:]]
+    assert numbers["reward_end"] == pytest.approx(sum(last) / 5, rel=1e-4)
+    assert not (job.folder / "run" / "model").exists() and (job.folder / "run" / "config.json").exists()
