@@ -6,6 +6,7 @@
 """
 
 import argparse
+import itertools
 import json
 import resource
 import shutil
@@ -54,10 +55,12 @@ def make(kind: str, folder: Path, seed: int):
 
 def iterations(script: Path, folder: Path, number: int) -> dict:
     """Seconds of the processor per iteration, of which the first is left out, and the peak of the memory in MB."""
-    code = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(script.parent)]}; import other_models as o; o.timed()"
+    paths = [str(Path(__file__).parent), str(script.parent)]
+    code = f"import sys; sys.path[:0] = {paths}; import other_models as o; o.timed()"
     flags = ["--model", folder, *FLAGS, "--sft-steps", "0", "--eval-episodes", "0", "--save-every", "0"]
     with tempfile.TemporaryDirectory() as work:
-        command = [sys.executable, "-W", "ignore", "-c", code, *flags, "--num-iterations", number + 1, "--log-dir", work]
+        flags += ["--num-iterations", number + 1, "--log-dir", work]
+        command = [sys.executable, "-W", "ignore", "-c", code, *flags]
         out = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
     return json.loads(out.splitlines()[-1])
 
@@ -76,7 +79,7 @@ def timed():
 
     ppo.Run.log = log_and_time
     ppo.train(ppo.tyro.cli(ppo.Args))
-    seconds = [b - a for a, b in zip(ends, ends[1:])]
+    seconds = [b - a for a, b in itertools.pairwise(ends)]
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({"script": ppo.__file__, "seconds": statistics.median(seconds), "memory": memory}))
 
@@ -94,8 +97,9 @@ def speed(pairs: int, number: int):
             two = iterations(patched / "ppo_llm.py", folder, number)
             assert Path(two["script"]).parent == patched and Path(one["script"]).parent == ROOT
             ratios.append(two["seconds"] / one["seconds"])
-            print(f"built-in {one['seconds']:.3f} s, {one['memory']:.0f} MB; "
-                  f"patch {two['seconds']:.3f} s, {two['memory']:.0f} MB; ratio {ratios[-1]:.3f}", flush=True)  # fmt: skip
+            for name, found in (("built-in", one), ("patch", two)):
+                print(f"{name} {found['seconds']:.3f} s, {found['memory']:.0f} MB", flush=True)
+            print(f"ratio {ratios[-1]:.3f}", flush=True)
         print(f"median ratio {statistics.median(ratios):.3f} of {pairs} pairs of {number} iterations")
 
 

@@ -36,10 +36,10 @@ def patched_module(folder: Path, script="ppo_llm", patches=("any_model",)):
 
 
 def randomised(model):
-    """The model, in which every weight is random, those of norms and biases as well, so that none has no effect."""
+    """The model, in which all that is saved is random, norms, biases and buffers as well, so that everything counts."""
     with torch.no_grad():
-        for p in model.parameters():
-            p += torch.randn(p.shape) * (0.1 if p.ndim > 1 else 0.05)
+        for x in model.state_dict().values():
+            x += torch.randn(x.shape) * (0.1 if x.ndim > 1 else 0.05)
     return model.eval()
 
 

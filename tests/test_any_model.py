@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import transformers
@@ -20,10 +21,11 @@ SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atte
              moe_intermediate_size=16, num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2,
              moe_num_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, sliding_window=7)  # fmt: skip
 MIXED = dict(layer_types=["sliding_attention", "full_attention"])
-LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
-LONGROPE = dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.1] * 4, long_factor=[9.0] * 4,
-                                     original_max_position_embeddings=128), sliding_window=None)  # fmt: skip
-FAMILIES = {  # name: (model_type, changes of SIZES); those of QUICK run in every run of the tests, the others with --slow
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+              v_head_dim=8)  # fmt: skip
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.1] * 4, long_factor=[9.0] * 4,
+                original_max_position_embeddings=128)  # fmt: skip
+FAMILIES = {  # name: (model_type, changes of SIZES). Those of QUICK run in every run of the tests, the others if slow.
     "llama": ("llama", {}),
     "qwen2": ("qwen2", dict(tie_word_embeddings=True)),
     "qwen3": ("qwen3", {}),
@@ -42,7 +44,7 @@ FAMILIES = {  # name: (model_type, changes of SIZES); those of QUICK run in ever
     "olmo 3": ("olmo3", MIXED),
     "smollm 3": ("smollm3", dict(no_rope_layers=[1, 0])),
     "phi 3": ("phi3", {}),
-    "phi 4 mini": ("phi3", LONGROPE | dict(partial_rotary_factor=1.0)),
+    "phi 4 mini": ("phi3", dict(rope_parameters=LONGROPE, sliding_window=None)),
     "granite": ("granite", dict(logits_scaling=3.0, attention_multiplier=0.2, embedding_multiplier=5.0,
                                 residual_multiplier=0.7)),
     "granite, window and sinks": ("granite_swa", MIXED),
@@ -75,7 +77,8 @@ FAMILIES = {  # name: (model_type, changes of SIZES); those of QUICK run in ever
         swa_num_key_value_heads=4, v_head_dim=8, swa_head_dim=8, swa_v_head_dim=8)),
 }  # fmt: skip
 QUICK = ["qwen3", "mistral, window", "gemma 2 without its last soft cap", "gemma 3", "gemma 4, keys shared by layers",
-         "olmo 2", "phi 4 mini", "granite", "cohere 2", "gpt 2", "qwen3 mixture", "gpt-oss, sinks", "deepseek v3"]  # fmt: skip
+         "olmo 2", "phi 4 mini", "granite", "cohere 2", "gpt 2", "qwen3 mixture", "gpt-oss, sinks",
+         "deepseek v3"]  # fmt: skip
 NO_CAUSAL = "not causal attention in every layer"
 NO_HEAD = "its head has a bias or a soft cap"
 REFUSED = {
@@ -125,7 +128,7 @@ def test_a_family_is_that_of_transformers(patched, tmp_path, name):
     spread = found.pop("spread of the logits")
     assert spread > 0.1 and len(found) == 7
     for what, x in found.items():  # Rounding differs, as it does between two kinds of attention in transformers.
-        allowed = 1e-4 if "gradient" in what or what == "values" else 1e-5
+        allowed = 1e-5 if what in ("log-probs", "entropies", "log-probs in decoding") else 1e-4
         assert x <= allowed * max(1.0, spread), (what, found)
 
 
@@ -165,7 +168,8 @@ def test_buffers_and_weights_are_right_in_every_model_of_a_run(patched, tmp_path
     """They are made without storage: actor, its copies, critic; the sampler in bfloat16 has its buffers in float32."""
     config = family_config("gemma 3")
     folder = tokenizer_folder(patched, checkpoint_of(config, tmp_path / "in"))
-    args = patched.Args(model=str(folder), max_prompt_tokens=9, max_new_tokens=9, device="cpu", dtype="bfloat16", compile="off")
+    lengths = dict(max_prompt_tokens=9, max_new_tokens=9)
+    args = patched.Args(model=str(folder), device="cpu", dtype="bfloat16", compile="off", **lengths)
     tokenizer, actor = patched.load_model(str(folder), "lm", args)
     critic = patched.build_critic(actor, tokenizer, args)
     models = [actor, patched.copy_model(actor, args), critic, patched.copy_model(actor, args, sampler=True)]
@@ -198,22 +202,23 @@ def test_critics_and_reward_models_are_classifiers_of_the_family(patched, tmp_pa
         if name == "classifier":
             theirs = auto.from_pretrained(tmp_path / name)(ids).logits[:, 0]
             torch.testing.assert_close(values[name, needs_head][:, -1], theirs, rtol=0, atol=1e-5)
-            patched.save_hf_checkpoint(model, patched.HFTokenizer.from_texts(["abc"]), tmp_path / f"export {needs_head}")
+            tokenizer = patched.HFTokenizer.from_texts(["abc"])
+            patched.save_hf_checkpoint(model, tokenizer, tmp_path / f"export {needs_head}")
             exported = auto.from_pretrained(tmp_path / f"export {needs_head}")
             assert exported.config.num_labels == 1
             torch.testing.assert_close(exported(ids).logits[:, 0], theirs, rtol=0, atol=1e-5)
     assert values["classifier", True].std() > 0.1 and not values["lm", False].any()
-    with pytest.raises(patched.UserError, match="the files lack score.weight"):
+    with pytest.raises(patched.UserError, match="the files lack score"):
         patched.load_weights(model, tmp_path / "lm")
 
 
 def test_checkpoints_that_do_not_fit_are_refused(patched, tmp_path):
     folder = checkpoint_of(family_config("olmo 2"), tmp_path)
-    weights = patched.safetensors.torch.load_file(folder / "model.safetensors")
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
 
     def error(match, changes=(), **config_changes):
-        patched.safetensors.torch.save_file({**weights, **dict(changes)}, folder / "model.safetensors", {"format": "pt"})
+        safetensors.torch.save_file(weights | dict(changes), folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config | config_changes))
         with pytest.raises(patched.UserError, match=match):
             patched.load_hf_checkpoint(folder)
@@ -292,7 +297,7 @@ def test_training_in_bfloat16(tmp_path, flags, name):
 def test_two_ranks_compute_the_same_as_one(tmp_path, name):
     settings = dict(model=training_folder(tmp_path / "in", name), sft_steps=0, max_prompt_tokens=16, max_new_tokens=5,
                     actor_lr=5e-4, critic_lr=1e-3, num_iterations=2, rollout_batch_size=16, train_batch_size=8,
-                    eval_episodes=4, save_every=0, env_id="environments:Plain-v0", device="cpu", kl_coef=0.1)  # fmt: skip
+                    eval_episodes=4, save_every=0, env_id="environments:Plain-v0", device="cpu")  # fmt: skip
     logs = []
     for ranks in (1, 2):
         (tmp_path / f"{ranks}").mkdir()
@@ -311,7 +316,7 @@ def test_two_ranks_compute_the_same_as_one(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "gemma 3", "granite", "qwen3 mixture", "gpt-oss, sinks"])
+@pytest.mark.parametrize("name", ["gemma 3", "qwen3 mixture"])
 def test_compiled_layers_have_no_graph_breaks(patched, tmp_path, name, monkeypatch):
     """And the numbers of layers that are not compiled. What is compiled runs as PyTorch's operators here."""
     model, _ = patched.load_hf_checkpoint(checkpoint_of(family_config(name), tmp_path))
@@ -352,7 +357,8 @@ def test_continuous_batching_samples_the_same(tmp_path, flags, name):
 
 
 GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "<start>{{ 'model' if m.role == 'assistant' else m.role }}:{{ m.content }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<start>model:{% endif %}"
 )
