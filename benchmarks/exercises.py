@@ -36,7 +36,7 @@ def execute(letter: str | None, flags: str, seed: int) -> dict:
     text = bug_text(letter) if letter else (common.ROOT / "ppo_llm.py").read_text()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "exercise.py").write_text(text)
-        command = f"exercise.py {flags} --seed {seed} --run-name run --save-every 0"
+        command = f"exercise.py {flags} --seed {seed} --run-name run"
         start = time.perf_counter()
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run([sys.executable, *command.split()], cwd=folder, env=environment, capture_output=True,

@@ -2,10 +2,11 @@
 
     python tests/exercise.py list             # the exercises
     python tests/exercise.py blank gae        # writes exercise.py: the script without one body, which is yours to write
+    python tests/exercise.py blank gae kl     # leaves out several bodies; `blank all` leaves out all of them
     python tests/exercise.py bug C            # writes exercise.py: the script with a bug, which is yours to find
     python tests/exercise.py check gae        # says which rules exercise.py keeps; also `check C`
     python tests/exercise.py solution gae     # shows what the script has there; also `solution C`
-    python tests/exercise.py show objective/kl   # prints a metric of the runs in runs/
+    python tests/exercise.py show objective/kl   # prints a metric of the newest run of exercise.py and of ppo_llm.py
 
 `check NAME FILE` checks another file than exercise.py. `show METRIC RUN ...` is about these run folders.
 """
@@ -17,6 +18,7 @@ import difflib
 import json
 import linecache
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -55,18 +57,24 @@ BLANKS = {
     "value": Blank("the loss of the critic", [Gap(
         "value_loss", "Entries outside the mask may be NaN. Replace them before you compute.", "values, old")]),
     "kl": Blank("the estimators k1, k2 and k3 of the KL", [Gap("kl_estimate", """
-        With log r = ref_logprobs - logprobs, which is the log of pi_ref / pi:
-            k1 = -log r        k2 = (log r)^2 / 2        k3 = r - 1 - log r
-        `kind` is "k1", "k2" or "k3". torch.expm1(x) is exp(x) - 1, exactly also near 0.""")]),
+        `kind` is "k1", "k2" or "k3":
+        k1 is the log of pi / pi_ref. Its mean over samples of pi is the KL.
+        k2 is half the square of k1.
+        k3 is k1 plus a number whose mean over samples of pi is 0: the ratio r = pi_ref / pi minus 1. It is never
+        negative.
+        torch.expm1(x) is exp(x) - 1 without the loss of digits near 0.""")]),
     "whiten": Blank("whitening over a mask", [Gap("masked_whiten", """
+        x may be NaN outside the mask.
         Divide the sum of squares by the number of sampled tokens minus 1, but at least by 1.
         Add 1e-8 to the variance before you take its root: a constant x becomes 0 and not NaN.""")]),
     "gae": Blank("generalized advantage estimation", [Gap("compute_gae", """
         Returns (advantages, returns), [N, T] each. The return of a token is its advantage plus its value.
         Both are 0 outside the mask, where rewards and values may be NaN.""")]),
     "surrogate": Blank("the clipped surrogate and its statistics", [Gap("policy_loss", """
-        Clamp the log-ratio to [-20, 20], so that exp stays finite. Entries outside the mask may be NaN.
-        With dual_clip, a token with a negative advantage A has a loss of at most dual_clip * |A|.
+        Clamp the log-ratio to [-20, 20], so that exp stays finite.
+        Entries outside the mask may be NaN. Replace them before you compute.
+        dual_clip is None or a number above 1. With a number, a token with a negative advantage A has a loss of at most
+        dual_clip * |A|.
         Returns (loss, stats). `stats` has three entries, without gradients, each a sum over the mask divided by denom:
             "clipfrac":  1 where the clip changes the ratio r, whatever the advantage
             "approx_kl": r - 1 - log r, which is k3 of KL(old || new); logratio.expm1() is r - 1
@@ -74,6 +82,7 @@ BLANKS = {
     "sampling": Blank("sampling a token, and its log-prob", [Gap("sample_token", """
         There are `logits` [B, V] of the next token, decoder.temperature, decoder.noise_scale (1, or 0 for greedy
         decoding), decoder.noise_keys [B] and decoder.length [B], the index that the new token will have.
+        decoder.draws_noise is False where the script may leave the noise out. You need not use it.
         gumbel_noise(keys [B], index [B], V) gives Gumbel noise [B, V]: the argmax of logits plus Gumbel noise is a
         sample of their softmax.
         After it there must be `token` [B, 1] and `logprob` [B, 1], which is that of the token under the softmax of
@@ -82,14 +91,15 @@ BLANKS = {
     "shift": Blank("the shift by one", [Gap("Transformer.states_before_sampled", """
         self.hidden_states(x, position, packing=packing) gives the states [n, hidden] after each of the n packed
         tokens x [n]. `Packing`, above, says what packing.pack(), packing.position and packing.sampled are.""")]),
-    "rewards": Blank("placement of rewards, penalty and KL", [Gap("make_experience", """
-        There are `episodes`, with episode.stop and episode.ids, and `experience`, with `rewards` of the environment,
-        `old_logprobs` and `ref_logprobs` (NaN without a reference), [N, T] each.
+    "rewards": Blank("penalty and KL in the reward", [Gap("make_experience", """
+        experience.rewards [N, T] already has the rewards of the environment, each at its token.
+        There are `episodes`, with episode.stop and episode.ids, and experience.old_logprobs and
+        experience.ref_logprobs (NaN without a reference), [N, T] each.
         - An episode whose stop is "length" was cut. It loses args.truncation_penalty at its last token, for good: in
           experience.rewards, which is logged.
         - If there is args.kl_coef and no args.kl_loss, `rewards` are experience.rewards reduced at every token by
           kl_coef times the k1 of actor and reference. Else they are experience.rewards. kl_estimate computes k1.
-        After it there must be `rewards` [N, T].""", "for i, episode in enumerate", "rewards = experience.rewards")]),
+        After it there must be `rewards` [N, T].""", "# FORK: reward shaping", "rewards = experience.rewards")]),
     "advantages": Blank("values, returns and whitened advantages", [Gap("make_experience", """
         There are `rewards` and `mask` [N, T], `experience`, `critic` (or None) and `first_epoch`.
         forward_all(critic.sampled_values, experience, first_epoch, args) gives the values [N, T].
@@ -102,12 +112,16 @@ BLANKS = {
     "minibatches": Blank("minibatches, microbatches and their denominator", [
         Gap("minibatch_rows", """
             `generator` gives the order: torch.randperm(n, generator=generator). len(experience.tokens) is N.
-            Returns a list of index tensors of args.train_batch_size samples. Leave out a minibatch without sampled
-            tokens. Its gradients are 0, but Adam's momentum would move the weights.""", "order = torch.randperm"),
+            Returns a list of index tensors of args.train_batch_size samples. The last one may be smaller: it has the
+            samples that are left. Leave out a minibatch without sampled tokens. Its gradients are 0, but Adam's
+            momentum would move the weights.""", "order = torch.randperm"),
         Gap("minibatches", """
-            minibatch_rows(...) gives the samples of each minibatch. microbatches(rows, lengths, token_budget) divides
-            such samples into microbatches of at most args.micro_batch_tokens tokens, as a list of index tensors.
-            experience.microbatch(rows, args.device) makes a Microbatch of them. `n_tokens` is an int.""")]),
+            minibatch_rows(...) gives the samples of each minibatch.
+            `microbatches(rows, lengths, token_budget)` divides the samples `rows` into microbatches, as a list of
+            index tensors. `lengths` are those of all N samples: experience.lengths. It also picks this rank's part, so
+            you need not think of ranks. The budget is args.micro_batch_tokens.
+            experience.microbatch(rows, args.device) makes a Microbatch of an index tensor.
+            Yield an int, `n_tokens`, and the Microbatch objects, as a list or a generator.""")]),
     "packing": Blank("packing samples without padding", [
         Gap("Packing.from_lengths", """
             Returns cls(shape, place, position, sampled, starts), as in the example above. `lengths` [B] are those of
@@ -147,16 +161,21 @@ def lines_of(gap: Gap) -> range:
     return range(first, (inside[-1] if last is None else last) + 1)
 
 
-def blank_text(name: str) -> str:
+def blank_text(*names: str) -> str:
+    """The script without the parts of these exercises."""
     lines = SCRIPT.read_text().splitlines()
-    for gap in sorted(BLANKS[name].gaps, key=lambda gap: lines_of(gap).start, reverse=True):
-        left_out = lines_of(gap)
+    gaps = [(lines_of(gap), name, gap) for name in names for gap in BLANKS[name].gaps]
+    for left_out, name, gap in sorted(gaps, key=lambda x: x[0].start, reverse=True):
         indent = lines[left_out.start][: -len(lines[left_out.start].lstrip())]
         note = textwrap.dedent(gap.note).strip().splitlines()
-        part = ["# >>> Your part begins here.", *(f"# {line}".rstrip() for line in note)]
-        part += [f'raise NotImplementedError("your part of {gap.function}")', "# <<< Your part ends here."]
+        part = [f"# >>> Your part of `{name}` begins here.", *(f"# {line}".rstrip() for line in note)]
+        part += [f'raise NotImplementedError("{unwritten(name, gap)}")', "# <<< Your part ends here."]
         lines[left_out.start : left_out.stop] = [indent + line for line in part]
     return "\n".join(lines) + "\n"
+
+
+def unwritten(name: str, gap: Gap) -> str:
+    return f"{name}: your part of {gap.function}"
 
 
 def bug_text(letter: str) -> str:
@@ -167,11 +186,54 @@ def bug_text(letter: str) -> str:
     return plant(old, new)["ppo_llm.py"]
 
 
+# The first line of exercise.py says which exercise it is.
+RECORD = "# Exercise {} of docs/exercises.md. `python tests/exercise.py check` reads this line.\n"
+
+
+def recorded(text: str) -> list[str]:
+    """The names in the first line of an exercise. None are known of another file."""
+    found = re.match(re.escape(RECORD).replace(r"\{\}", "([a-zA-Z ]+)"), text)
+    return found[1].split() if found else []
+
+
+def exercise_text(*names: str) -> str:
+    """What exercise.py has before the student changes it."""
+    body = blank_text(*names) if names[0] in BLANKS else bug_text(names[0])
+    return RECORD.format(" ".join(names)) + body
+
+
+class Fill(ast.NodeTransformer):
+    """Put the script's lines in place of the parts that are not yet written, except for those of one exercise.
+
+    The new nodes have the line number of the old one, so that tracebacks fit the student's file.
+    """
+
+    def __init__(self, name: str):
+        self.parts = {unwritten(other, gap): gap for other in BLANKS if other != name for gap in BLANKS[other].gaps}
+
+    def visit_Raise(self, node):
+        words = [x.value for x in ast.walk(node) if isinstance(x, ast.Constant)]
+        if len(words) != 1 or words[0] not in self.parts:
+            return node
+        lines = SCRIPT.read_text().splitlines()
+        solution = "\n".join(lines[i] for i in lines_of(self.parts[words[0]]))
+        statements = ast.parse(textwrap.dedent(solution)).body
+        for statement in statements:
+            for x in ast.walk(statement):
+                if hasattr(x, "lineno"):
+                    x.lineno, x.end_lineno = node.lineno, node.end_lineno
+                    x.col_offset = x.end_col_offset = 0
+        return statements
+
+
 # === Check ===
 
 
-def load(path: Path | str, text: str | None = None):
-    """A script as a module. Errors of syntax and of import are the caller's to show."""
+def load(path: Path | str, text: str | None = None, name: str | None = None):
+    """A script as a module. With `name`, the unwritten parts of other exercises are those of the script.
+
+    Errors of syntax and of import are the caller's to show.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized():  # as `connect` of the script does
@@ -182,7 +244,8 @@ def load(path: Path | str, text: str | None = None):
     text = Path(path).read_text() if text is None else text
     linecache.cache[str(path)] = len(text), None, text.splitlines(keepends=True), str(path)
     with warnings.catch_warnings(action="ignore"):  # The environments are registered again.
-        exec(compile(text, str(path), "exec"), vars(module))
+        tree = ast.parse(text, str(path))
+        exec(compile(Fill(name).visit(tree) if name else tree, str(path), "exec"), vars(module))
     return module
 
 
@@ -196,12 +259,17 @@ def shown(x) -> str:
         return f"[{', '.join(map(shown, x))}]"
     if isinstance(x, bool):
         return str(int(x))
-    return f"{x:.4g}" if isinstance(x, float) else str(x)
+    return f"{x + 0.0:.4g}" if isinstance(x, float) else str(x)  # -0.0 becomes 0.0
 
 
 def own_frames(error: BaseException, path: str) -> list[traceback.FrameSummary]:
     """The frames of the traceback that are in the student's file."""
     return [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+
+
+def error_text(error: BaseException) -> str:
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return re.sub(r"exercise_of_the_student_\d+\.", "", text)
 
 
 def failure(error: BaseException, path: str) -> list[str]:
@@ -213,37 +281,56 @@ def failure(error: BaseException, path: str) -> list[str]:
         values = [*error.given.values(), error.expected, error.got]
         width = max(map(len, names))
         return [f"{name:{width}}  {shown(value)}" for name, value in zip(names, values)]
-    text = "".join(traceback.format_exception_only(error)).strip()
     frames = own_frames(error, path)
     if not frames:
-        return ["the result cannot be used here:", *text.splitlines()]
-    found = [f"{FILE} stops with an error:" if path == str(FILE) else f"{path} stops with an error:"]
+        return ["the result cannot be used here:", *error_text(error).splitlines()]
+    found = [f"{path} stops with an error:"]
     for frame in frames:
         found += [f"  line {frame.lineno}, in {frame.name}:  {frame.line}"]
-    return found + [f"  {line}" for line in text.splitlines()[:6]]
+    return found + [f"  {line}" for line in error_text(error).splitlines()[:6]]
 
 
 NOT_YET = "not yet written"
 
 
 def test(rules, module, path: str, say=print) -> list[str]:
-    """Say of each rule whether it holds. Returns the words of those that do not, or that something is not written."""
-    broken, earlier = [], None
+    """Say of each rule whether it holds. Returns the words of those that do not, or that something is not written.
+
+    An error that stops several rules is shown once, at the end.
+    """
+    from exercise_rules import Broken
+
+    results = []  # (the words of a rule, its lines, whether it is an error of Python)
     for words, function in rules:
         try:
             function(module)
         except NotImplementedError as error:
             if not (frames := own_frames(error, path)):
                 raise
-            say(f"{NOT_YET}: {error} ({path}, line {frames[-1].lineno})")
-            return [*broken, NOT_YET]
+            results.append((words, [f"{error} ({path}, line {frames[-1].lineno})"], NOT_YET))
+            break
         except (Exception, SystemExit) as error:
-            broken.append(words)
-            lines = failure(error, path)
-            lines, earlier = ["the same"] if lines == earlier else lines, lines
-            say("\n".join([f"FAILS  {words}", *(f"         {line}" for line in lines)]))
+            results.append((words, failure(error, path), not isinstance(error, Broken)))
         else:
+            results.append((words, [], False))
+    errors = [tuple(lines) for _, lines, is_error in results if is_error is True]
+    broken, earlier = [], None
+    for words, lines, is_error in results:
+        if is_error == NOT_YET:
+            say(f"{NOT_YET}: {lines[0]}")
+            broken.append(NOT_YET)
+        elif not lines:
             say(f"holds  {words}")
+        else:
+            broken.append(words)
+            if errors.count(tuple(lines)) < 2:
+                details = ["the same"] if lines == earlier else lines
+                say("\n".join([f"FAILS  {words}", *(f"         {line}" for line in details)]))
+            earlier = lines
+    for lines in dict.fromkeys(errors):
+        if (count := errors.count(lines)) > 1:
+            head = "Your code stops with an error" if " stops with" in lines[0] else "The result cannot be used"
+            say("\n".join([f"\n{head} in {count} of {len(rules)} rules:", *(f"  {line}" for line in lines[1:])]))
     return broken
 
 
@@ -267,10 +354,7 @@ def check_bug(letter: str, module, path: str, say=print) -> list[str]:
     try:
         bug.check(module)
     except (Exception, SystemExit) as error:
-        say(f"FAILS  {bug.words}")
-        if frames := own_frames(error, path):
-            last = traceback.format_exception_only(error)[-1].strip()
-            say(f"         a small run stops in line {frames[-1].lineno}: {last:.300}")
+        say("\n".join([f"FAILS  {bug.words}", *(f"         {line}" for line in failure(error, path))]))
         say("\nThe bug is still there.")
         return [bug.words]
     say(f"holds  {bug.words}")
@@ -281,7 +365,7 @@ def check_bug(letter: str, module, path: str, say=print) -> list[str]:
         say("\n".join(line for line in other if not line.startswith("holds")))
         say("\nThe bug is gone, but something else is wrong now.")
     else:
-        say(f"holds  {len(everything)} rules of the rest of the file\n\nThe bug is gone.")
+        say(f"holds  all {len(everything)} rules of part 1\n\nThe bug is gone.")
     return broken
 
 
@@ -290,13 +374,17 @@ def check(name: str, file: Path) -> int:
     if not file.is_file():
         print(f"There is no {file} in this folder. `blank NAME` or `bug LETTER` writes it.")
         return 2
-    path = str(file)
+    path, text = str(file), file.read_text()
+    if (names := recorded(text)) and name not in names:
+        command = " ".join([f"python {tool()} check {names[0]}", *([path] if file != FILE else [])])
+        print(f"{path} is exercise {' '.join(names)}, not {name}. Did you mean: {command}?")
+        return 2
     try:
-        module = load(path)
+        module = load(path, text, name)
     except (Exception, SystemExit) as error:
         if isinstance(error, SyntaxError):
             print(f"{path} is no Python program:")
-            print("".join(traceback.format_exception_only(error)).rstrip())
+            print(error_text(error))
         else:
             print("\n".join(failure(error, path)))
         return 1
@@ -309,16 +397,24 @@ def check(name: str, file: Path) -> int:
 
 def keep_earlier(text: str):
     """What stands in exercise.py is renamed, so that no work is lost."""
-    if not FILE.exists() or FILE.read_text() in (text, SCRIPT.read_text()):
+    if not FILE.exists():
         return
-    i = 1
-    while (kept := Path(f"exercise_{i}.py")).exists():
+    earlier = FILE.read_text()
+    names = recorded(earlier)
+    if earlier in (text, SCRIPT.read_text()) or (names and earlier == exercise_text(*names)):
+        print(f"The earlier {FILE} is not kept, because it has no changes.")
+        return
+    stem = "all" if names == [*BLANKS] else "_".join(names) or "earlier"
+    kept, i = Path(f"exercise_{stem}.py"), 1
+    while kept.exists():
         i += 1
+        kept = Path(f"exercise_{stem}_{i}.py")
     FILE.rename(kept)
     print(f"The earlier {FILE} is now {kept}.")
 
 
-def write(text: str):
+def write(*names: str):
+    text = exercise_text(*names)
     keep_earlier(text)
     FILE.write_text(text)
 
@@ -354,54 +450,112 @@ def print_solution(name: str):
     print("\n".join([*difflib.unified_diff(sick, healthy, "with the bug", "ppo_llm.py", n=2, lineterm="")]))
 
 
+NOT_FLAGS = "run_name", "log_dir", "resume", "save_every", "track", "wandb_project"  # which change no metric
+
+
+@dataclass
+class Run:
+    folder: Path
+
+    def __post_init__(self):
+        config = json.loads((self.folder / "config.json").read_text())
+        self.script = Path(config["argv"][0]).stem
+        self.flags = " ".join(config["argv"][1:])
+        self.args = {name: x for name, x in config["args"].items() if name not in NOT_FLAGS}
+        self.time = (self.folder / "config.json").stat().st_mtime
+        self.rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def numbers(self, metric: str) -> str:
+        found = [row.get(metric) for row in self.rows]
+        if isinstance(found[0] if found else None, list):  # the steps of an iteration
+            found = [f"{len(steps)} steps" for steps in found]
+        texts = [x if isinstance(x, str) else "-" if x is None else f"{x:.3g}" for x in found]
+        return " ".join(texts) or "(no iteration has ended)"
+
+
+def newest_runs() -> list[Run]:
+    """The newest run of exercise.py, and the newest one of the script with the same flags."""
+    folders = [path.parent for path in Path("runs").glob("*/metrics.jsonl") if (path.parent / "config.json").exists()]
+    runs = sorted(map(Run, folders), key=lambda run: run.time, reverse=True)
+    sick = next((run for run in runs if run.script == FILE.stem), None)
+    if not sick:
+        print(f"runs/ has no run of {FILE}.")
+        return []
+    healthy = next((run for run in runs if run.script == SCRIPT.stem and run.args == sick.args), None)
+    if not healthy:
+        command = f"python {os.path.relpath(SCRIPT)} {sick.flags}".rstrip()
+        print(f"runs/ has no run of the healthy script with the same flags: {command}")
+    return [sick, healthy] if healthy else [sick]
+
+
 def show(metric: str, folders: list[Path]) -> int:
-    """Print a metric of each iteration of these runs, the oldest first."""
-    names = set()
-    for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime):
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        names |= {name for row in rows for name in row}
-        numbers = [row.get(metric) for row in rows]
-        if isinstance(numbers[0] if numbers else None, list):  # the steps of an iteration
-            numbers = [f"{len(steps)} steps" for steps in numbers]
-        texts = [x if isinstance(x, str) else "-" if x is None else f"{x:.3g}" for x in numbers]
-        print(f"{folder}: {' '.join(texts)}")
-    if metric not in names:
-        print(f"{metric}: must be one of {', '.join(sorted(names)) or 'the metrics of a run, but there is none'}")
-    return int(metric not in names)
+    """Print a metric of each iteration."""
+    for folder in folders:
+        if not (folder / "metrics.jsonl").exists() or not (folder / "config.json").exists():
+            print(f"{folder} is no run folder: it has no metrics.jsonl and config.json.")
+            return 2
+    runs = [*map(Run, folders)] if folders else newest_runs()
+    names = sorted({name for run in runs for row in run.rows for name in row})
+    if names and metric not in names:
+        similar = [name for name in names if metric in name] or difflib.get_close_matches(metric, names, cutoff=0.3)
+        print(f"There is no metric {metric}. Similar names: {', '.join(similar[:6]) or 'none'}.")
+        return 2
+    for run in runs:
+        place = f"   ({run.folder})" if folders else ""
+        print(f"{run.script} {run.flags}".rstrip() + f"{place}\n    {run.numbers(metric)}")
+    return 0 if runs else 2
+
+
+SHOW_HELP = """python tests/exercise.py show METRIC [RUN ...]
+
+Prints METRIC, such as objective/kl, of each iteration. Without RUN it is about two runs in runs/: the newest one of
+exercise.py, and the newest one of ppo_llm.py with the same flags. RUN is a run folder, such as runs/NAME."""
 
 
 def main() -> int:
     verb, *rest = sys.argv[1:] or [""]
-    if verb == "show" and rest:
-        folders = [Path(name) for name in rest[1:]] or [path.parent for path in Path("runs").glob("*/metrics.jsonl")]
-        return show(rest[0], folders)
+    if verb == "show":
+        if not rest or rest[0] in ("-h", "--help"):
+            print(SHOW_HELP)
+            return 0 if rest else 2
+        return show(rest[0], [*map(Path, rest[1:])])
+    if verb in ("-h", "--help"):
+        print(__doc__)
+        return 0
     if verb == "list" and not rest:
         print_list()
         return 0
-    if verb not in ("blank", "bug", "check", "solution") or not 1 <= len(rest) <= 1 + (verb == "check"):
+    most = {"blank": len(BLANKS), "bug": 1, "check": 2, "solution": 1}
+    if not 1 <= len(rest) <= most.get(verb, 0):
         print(__doc__)
         return 2
-    if verb == "blank" and rest[0] in BLANKS:  # quickly: the other imports take seconds
-        write(blank_text(rest[0]))
-        print(f"{FILE} is ppo_llm.py without {BLANKS[rest[0]].title}. Write what is missing there:")
+    if verb == "blank" and (rest == ["all"] or set(rest) <= BLANKS.keys()):  # quickly: the other imports take seconds
+        names = [name for name in BLANKS if name in rest or rest == ["all"]]
+        write(*names)
+        print(f"{FILE} is ppo_llm.py without {', '.join(BLANKS[name].title for name in names)}.")
+        print("Write what is missing there:")
         for i, line in enumerate(FILE.read_text().splitlines(), 1):
-            if ">>> Your part begins here" in line:
-                print(f"  {FILE}, line {i}")
-        print(f"Then: python {tool()} check {rest[0]}")
+            if found := re.match(r" *# >>> Your part of `(\w+)` begins here", line):
+                print(f"  {FILE}, line {i}" + (f" ({found[1]})" if len(names) > 1 else ""))
+        print(f"Then: python {tool()} check {names[0] if len(names) == 1 else 'NAME'}")
         return 0
     from exercise_bugs import BUGS
 
-    name = rest[0] if rest[0] in BLANKS else rest[0].upper()
-    known = {"blank": BLANKS, "bug": BUGS}.get(verb, {**BLANKS, **BUGS})
-    if name not in known:
-        print(f"{rest[0]}: must be one of {', '.join(known)}")
+    known = {"blank": [*BLANKS, "all"], "bug": BUGS}.get(verb, {**BLANKS, **BUGS})
+    for name in rest if verb == "blank" else rest[:1]:
+        if name not in known and name.upper() not in known:
+            print(f"{name}: must be one of {', '.join(known)}")
+            return 2
+    if verb == "blank":
+        print("`all` stands alone.")
         return 2
+    name = rest[0] if rest[0] in BLANKS else rest[0].upper()
     if verb == "check":
         return check(name, Path(*rest[1:] or [FILE]))
     if verb == "solution":
         print_solution(name)
         return 0
-    write(bug_text(name))
+    write(name)
     print(f"{FILE} is ppo_llm.py with a bug. Compare these two runs:")
     print(f"  {BUGS[name].command(FILE)}\n  {BUGS[name].command(os.path.relpath(SCRIPT))}")
     print(f"Then: python {tool()} check {name}")

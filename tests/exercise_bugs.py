@@ -1,6 +1,7 @@
 """THIS FILE HAS THE ANSWERS. It maps the letters of the exercises to the planted faults of faults.txt.
 
-`words` says what a healthy script does, without naming the place. `check(ppo)` raises an error if the bug is there.
+`words` says what a healthy script does, without naming the place. `check(ppo)` raises Broken, with what was expected
+and what was found, if the bug is there.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
-from exercise_rules import RULES, arguments, episode, small_model, small_run
+from exercise_rules import RULES, Broken, arguments, episode, small_model, small_run
 
-SHORT = "--num-iterations 6 --sft-steps 30 --eval-episodes 64"
-LONG = "--num-iterations 40 --eval-episodes 64"
+# Without checkpoints: that of B would fail, and the message would name the bug.
+SHORT = "--num-iterations 6 --sft-steps 30 --eval-episodes 64 --save-every 0"
+LONG = "--num-iterations 40 --eval-episodes 64 --save-every 0"
 
 
 @dataclass
@@ -34,29 +37,62 @@ def keeps(exercise: str, part: str) -> Callable:
     return function
 
 
-def require(condition, what: str = ""):
-    if not condition:
-        raise ValueError(what)
+def expect(what: str, expected, got, holds: bool | None = None, **given):
+    """Raise Broken unless `got` is `expected`, or unless `holds`."""
+    if not (got == expected if holds is None else holds):
+        raise Broken(given, expected, got, what)
 
 
-def entropy_is_positive(ppo):
+def expect_metric(run, name: str, i: int, expected, holds: Callable | None = None):
+    """A metric of iteration i, counted from 1."""
+    got = run.rows[i - 1][name]
+    expect(f"{name} in iteration {i}", expected, got, holds and holds(got))
+
+
+def entropy_is_minus_the_mean_logprob(ppo):
     with small_run(ppo) as run:
-        require(all(row["objective/entropy"] > 0 for row in run.rows))
+        for i, e in enumerate(run.experiences, 1):
+            expected = -float(e.old_logprobs[e.mask].mean())
+            expect_metric(run, "objective/entropy", i, expected, lambda x: abs(x - expected) < 1e-4)
 
 
 def steps_are_those_of_the_plan(ppo):
     with small_run(ppo) as run:
-        require([len(row["ratio/steps"]) for row in run.rows] == [4, 4] and run.summary["update_steps"] == 8)
+        for i in 1, 2:
+            got = len(run.rows[i - 1]["ratio/steps"])
+            expect(f"optimizer steps of the actor in iteration {i}", 4, got, ppo_epochs=2, minibatches=2)
+        expect("update_steps in summary.json", 8, run.summary["update_steps"])
 
 
 def kl_leaves_zero(ppo):
     with small_run(ppo) as run:
-        require(run.rows[0]["objective/kl"] == 0 and run.rows[1]["objective/kl"] != 0)
+        expect_metric(run, "objective/kl", 1, 0)
+        expect_metric(run, "objective/kl", 2, "another number than 0", lambda x: x != 0)
+
+
+def statistics_are_means_per_token(ppo):
+    """With a learning rate of 0 all minibatches have the entropies of one policy."""
+    method, means = ppo.Transformer.sampled_logprobs, []
+
+    def remembered(self, mb, temperature):
+        logprobs, entropies = method(self, mb, temperature)
+        if torch.is_grad_enabled():
+            means.append(float(entropies.detach()[mb.mask].mean()))
+        return logprobs, entropies
+
+    with mock.patch.object(ppo.Transformer, "sampled_logprobs", remembered):
+        with small_run(ppo, num_iterations=1, actor_lr=0.0) as run:
+            means = means[-len(run.rows[0]["ratio/steps"]) :]  # The warm start has others.
+            expected = sum(means) / len(means)
+            expect_metric(run, "actor/entropy", 1, expected, lambda x: abs(x - expected) < 1e-3)
+    keeps("minibatches", "without the prompts")(ppo)
 
 
 def sampler_is_the_actor(ppo):
+    name = "debug/sampler_trainer_logprob_diff"
     with small_run(ppo, num_iterations=3) as run:
-        require(all(row["debug/sampler_trainer_logprob_diff"] < 1e-4 for row in run.rows))
+        for i in 1, 2, 3:
+            expect_metric(run, name, i, "less than 0.0001", lambda x: x < 1e-4)
 
 
 def greedy_has_no_noise(ppo):
@@ -65,89 +101,72 @@ def greedy_has_no_noise(ppo):
     for temperature, scale in (0.7, 1.0), (0.0, 0.0):
         args.temperature = temperature
         decoder.begin([0], [episode(ppo, [3, 4], [0, 0], stop="")], args)
-        require(float(decoder.noise_scale) == scale)
+        expect("factor of the noise", scale, float(decoder.noise_scale), temperature=temperature)
 
 
 def values_move(ppo):
     with small_run(ppo) as run:
-        require(run.rows[0]["critic/value_mean"] == 0 and abs(run.rows[1]["critic/value_mean"]) > 1e-6)
-        require(len(run.rows[1]["ratio/steps"]) == 4)
+        expect_metric(run, "critic/value_mean", 1, 0)
+        expect_metric(run, "critic/value_mean", 2, "another number than 0", lambda x: abs(x) > 1e-6)
+        expect("optimizer steps of the actor in iteration 2", 4, len(run.rows[1]["ratio/steps"]))
 
 
 def run_begins_at_ratio_one(ppo):
     with small_run(ppo) as run:
-        require(run.rows[0]["ratio/first_dev"] == 0)
+        expect_metric(run, "ratio/first_dev", 1, 0)
 
 
 def temperature_of_the_reference(ppo):
     with small_run(ppo, temperature=0.5, actor_lr=5e-3, num_iterations=1, kl_coef=0.1) as run:
-        require(abs(run.rows[0]["objective/kl"]) < 1e-4)
+        expect_metric(run, "objective/kl", 1, 0, lambda x: abs(x) < 1e-4)
 
 
 def steps_have_their_own_gradients(ppo):
     flags = dict(num_iterations=1, train_batch_size=8, ppo_epochs=3, actor_lr=0.0, critic_lr=0.0, max_grad_norm=9.0)
     with small_run(ppo, **flags) as run:
         norms = [step["grad_norm"] for step in run.rows[0]["ratio/steps"]]
-        require(norms[0] > 0 and max(norms) < 1.01 * min(norms))
+        same = norms[0] > 0 and max(norms) < 1.01 * min(norms)
+        expect("gradient norms of three steps on the same samples", "equal numbers", norms, same, actor_lr=0)
 
 
 def targets_are_the_rewards(ppo):
     with small_run(ppo, env_id="environments:Constant-v0", kl_coef=0.0, critic_lr=0.0) as run:
-        require(all(abs(row["critic/value_loss"] - 0.5) < 1e-4 for row in run.rows))
+        for i in 1, 2:
+            expect_metric(run, "critic/value_loss", i, 0.5, lambda x: abs(x - 0.5) < 1e-4)
 
 
 def every_sampled_token_counts(ppo):
     e = ppo.Episode(0)
     e.add([3, 1])
     e.add(list(range(9)), [-0.5] * 9)
-    require(e.mask == [False] * 2 + [True] * 9 and e.logprobs == [0.0] * 2 + [-0.5] * 9)
+    given = {"prompt": [3, 1], "response": list(range(9))}
+    expect("mask", [False] * 2 + [True] * 9, e.mask, **given)
+    expect("logprobs", [0.0] * 2 + [-0.5] * 9, e.logprobs, **given)
 
 
 def microbatches_do_not_matter(ppo):
-    norms = []
+    found = []
     for budget in 4096, 30:
         flags = dict(num_iterations=1, micro_batch_tokens=budget, actor_lr=0.0, entropy_coef=0.01, kl_coef=0.0)
         with small_run(ppo, **flags) as run:
             first = run.rows[0]["ratio/steps"][0]
-            norms.append((first["grad_norm"], run.rows[0]["critic/value_loss"]))
-    require(torch.allclose(*map(torch.tensor, norms), rtol=1e-2))
-
-
-def rewards_lie_at_the_end(ppo):
-    tokenizer = ppo.HFTokenizer.from_texts(["abcde"])
-    ids = tokenizer.encode("abcde")
-    e = ppo.Episode(0)
-    e.add(ids[:2])
-    e.add(ids[2:], [0.0] * 3)
-    ppo.add_rewards(e, 1.0, {}, 2, tokenizer)
-    require(e.rewards == [0, 0, 0, 0, 1.0])
+            found.append([first["grad_norm"], run.rows[0]["critic/value_loss"]])
+    what = "gradient norm of the actor's first step, and critic/value_loss, with --micro-batch-tokens 30"
+    expect(what, found[0], found[1], torch.allclose(*map(torch.tensor, found), rtol=1e-2))
 
 
 def rate_zero_moves_nothing(ppo):
     with small_run(ppo, actor_lr=0.0, num_iterations=1) as run:
-        require(run.rows[0]["ratio/relative_update"] == 0 and run.rows[0]["actor/lr"] == 0)
+        expect_metric(run, "actor/lr", 1, 0)
+        expect_metric(run, "ratio/relative_update", 1, 0)
 
 
 def sorting_is_rewarded(ppo):
     env = ppo.SortDigits()
     env.answer = "12458"
-    found = [env.step(answer)[1] for answer in ("12458", "12548", "1245", "124588", "1", "")]
-    require(found == [1.0, 0.6, 0.0, 0.0, 0.0, 0.0])
-
-
-def demonstrations_are_random(ppo):
-    env = ppo.SortDigits()
-    shown = [(env.reset(seed=seed)[1]["demonstration"], env.answer) for seed in range(50)]
-    require(all(sorted(text) == sorted(answer) for text, answer in shown))
-    require(sum(text == answer for text, answer in shown) < 10)
-
-
-def every_iteration_has_prompts_of_its_own(ppo):
-    with small_run(ppo, env_id="SortDigits-v0") as run:
-        prompts = [line for line in (run.folder / "completions.jsonl").read_text().splitlines()]
-    first, second = prompts[:4], prompts[4:]
-    of = lambda lines: {ppo.json.loads(line)["prompt"] for line in lines}
-    require(len(first) == len(second) == 4 and not of(first) & of(second))
+    rewards = {"12458": 1.0, "12548": 0.6, "1245": 0.0, "124588": 0.0, "1": 0.0, "": 0.0}
+    for answer, reward in rewards.items():
+        expect("reward", reward, env.step(answer)[1], right_answer="12458", answer=repr(answer))
 
 
 def given_text_is_no_action(ppo):
@@ -158,14 +177,19 @@ def given_text_is_no_action(ppo):
     e.add(tokenizer.encode("ab"))
     e.add([*tokenizer.encode("e"), tokenizer.eos_id], [-0.5, -0.5])
     e.end_turn(env, 2, tokenizer, arguments(ppo, max_new_tokens=9))
-    require(e.ids[4:] == tokenizer.encode("cd") and e.mask == [False, False, True, True, False, False])
-    require(e.logprobs[4:] == [0, 0] and e.rewards == [0, 0, 0, 0.5, 0, 0])
+    given = {"prompt": "ab", "response": "e<eos>", "answer_of_the_environment": "cd"}
+    expect("ids of the answer", tokenizer.encode("cd"), e.ids[4:], **given)
+    expect("mask", [False, False, True, True, False, False], e.mask, **given)
+    expect("logprobs of the answer", [0, 0], e.logprobs[4:], **given)
+    expect("rewards", [0, 0, 0, 0.5, 0, 0], e.rewards, **given)
 
 
 def noise_has_four_causes(ppo):
-    key = lambda *case: int(ppo.sample_keys(*case)[0])
-    keys = [key(1, 0, [0]), key(2, 0, [0]), key(1, 1, [0]), key(1, 0, [1])]
-    require(len(set(keys)) == 4)
+    names = "seed", "iteration", "position of the sample in the rollout"
+    first = int(ppo.sample_keys(1, 0, [0])[0])
+    for name, other in zip(names, [(2, 0, [0]), (1, 1, [0]), (1, 0, [1])]):
+        got = int(ppo.sample_keys(*other)[0])
+        expect(f"key of the noise with another {name}", f"another number than {first}", got, got != first)
 
 
 def export_is_the_actor(ppo):
@@ -175,7 +199,9 @@ def export_is_the_actor(ppo):
     with small_run(ppo, num_iterations=1, actor_lr=0.0) as run:
         start, _ = ppo.load_hf_checkpoint(run.folder / "model")
         first = torch.cat([p.detach().flatten() for p in start.parameters()])
-    require(float((saved - first).norm() / first.norm()) > 0.01)
+    moved = float((saved - first).norm() / first.norm())
+    what = "distance of the weights in model/ from those before PPO, relative to their size"
+    expect(what, "more than 0.01", moved, moved > 0.01, actor_lr=0.01)
 
 
 SHIFT = "comes from the output one token earlier"
@@ -183,14 +209,15 @@ KL, RATIO = "objective/kl", "ratio/first_dev"
 
 BUGS = {
     # --- A number that cannot be
-    "A": Bug("entropy_estimate_with_the_wrong_sign", "`objective/entropy` is positive.", entropy_is_positive,
+    "A": Bug("entropy_estimate_with_the_wrong_sign",
+             "`objective/entropy` is minus the mean log-prob of the sampled tokens.", entropy_is_minus_the_mean_logprob,
              ("objective/entropy", "actor/entropy")),
     "B": Bug("reference_is_the_actor", "The KL is 0 in the first iteration, and is not 0 in the second.",
              kl_leaves_zero, (KL,)),
     "C": Bug("last_minibatch_dropped", "An iteration makes the optimizer steps that the plan announces.",
              steps_are_those_of_the_plan, ("ratio/steps",)),
-    "D": Bug("denominator_is_samples", "`actor/clipfrac` is a share of the tokens.",
-             keeps("minibatches", "without the prompts"), ("actor/clipfrac", "actor/grad_norm", "actor/entropy")),
+    "D": Bug("denominator_is_samples", "`actor/clipfrac` and `actor/entropy` are means per sampled token.",
+             statistics_are_means_per_token, ("actor/clipfrac", "actor/grad_norm", "actor/entropy")),
     "E": Bug("kl_is_part_of_the_logged_reward", "The logged rewards are numbers that the environment can give.",
              keeps("rewards", "which is logged"), ("objective/reward", KL), f"{SHORT} --kl-coef 0.1"),
     "F": Bug("greedy_with_noise", "A greedy evaluation does not depend on the noise.", greedy_has_no_noise, (), LONG),
@@ -203,7 +230,7 @@ BUGS = {
     "J": Bug("no_shift_by_one", "Sampler and actor agree about the log-probs in the first iteration.",
              keeps("shift", SHIFT), ("debug/sampler_trainer_logprob_diff", RATIO)),
     # --- A number that is too large or too small
-    "K": Bug("truncation_penalty_of_every_token", "The penalty lowers the mean reward by the share of cut samples.",
+    "K": Bug("truncation_penalty_of_every_token", "A cut sample loses --truncation-penalty once, at its last token.",
              keeps("rewards", "loses truncation_penalty once"), ("objective/reward", "objective/truncated"),
              f"{SHORT} --truncation-penalty 0.5"),
     "L": Bug("kl_reward_with_the_wrong_sign", "A larger --kl-coef keeps the policy nearer to the reference.",
@@ -214,8 +241,9 @@ BUGS = {
              steps_have_their_own_gradients, ("actor/grad_norm", "critic/grad_norm")),
     "O": Bug("critic_learns_advantages", "With a reward of 1 and values of 0, the value loss is 0.5.",
              targets_are_the_rewards, ("critic/grad_norm", "critic/explained_variance", "critic/value_mean")),
-    "P": Bug("answers_of_another_length_are_rewarded", "An answer of another length earns nothing.",
-             sorting_is_rewarded, ("objective/reward", "objective/accuracy", "objective/response_tokens")),
+    "P": Bug("answers_of_another_length_are_rewarded",
+             "The reward is the share of digits in place, and 0 for an answer of another length.", sorting_is_rewarded,
+             ("objective/reward", "objective/accuracy", "objective/response_tokens")),
     "Q": Bug("policy_denominator_of_the_microbatch", "--micro-batch-tokens does not change a gradient.",
              microbatches_do_not_matter, ("actor/grad_norm", "actor/clipfrac"), f"{SHORT} --micro-batch-tokens 256"),
     "R": Bug("learning_rate_never_set", "With a learning rate of 0 the weights stay as they are.",

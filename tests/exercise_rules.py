@@ -1,6 +1,6 @@
 """The rules that `python tests/exercise.py check NAME` tests, as functions of a module: the script, or a copy of it.
 
-A rule raises Broken if the module breaks it. It then shows a case that is small enough to be computed by hand.
+A rule raises Broken if the module breaks it. Most rules then show a case that a student can compute by hand.
 """
 
 import atexit
@@ -352,6 +352,19 @@ def _(ppo):
         same(given, 0.0, statistic(given, stats, name), name)
 
 
+@rule("surrogate", "Tokens outside the mask have gradient 0, even if their advantage or old log-prob is NaN.")
+def _(ppo):
+    for name in "advantages", "old_logprobs":
+        logprobs, mask = tensor([[-1.0, -2.0]], requires_grad=True), tensor([[T, False]])
+        given = {"old_logprobs": tensor([[-1.0, -1.0]]), "advantages": tensor([[2.0, 3.0]])}
+        given[name][0, 1] = NAN
+        loss, _ = ppo.policy_loss(logprobs, **given, mask=mask, clip_low=0.2, clip_high=0.3, dual_clip=3.0, denom=1)
+        given = {"logprobs": logprobs.detach(), **given, "mask": mask, "denom": 1}
+        holds(loss.requires_grad, given, "a loss with a gradient", "a constant")
+        loss.backward()
+        same(given, tensor([0.0]), logprobs.grad[:, 1], "gradient of the log-prob outside the mask")
+
+
 @rule("surrogate", "With dual_clip the loss of a token with a negative advantage is at most dual_clip * |A|.")
 def _(ppo):
     given, loss, _ = surrogate(ppo, [5.0, 2.0], [-1.0, -1.0], dual=3.0)
@@ -435,6 +448,17 @@ def _(ppo):
     for clip in None, 0.5:
         given, loss = value_case(ppo, [2.0, NAN], [2.0, NAN], [0.0, NAN], clip, mask=[T, False])
         same(given, 2.0, loss, "loss")
+
+
+@rule("value", "Tokens outside the mask have gradient 0, even if their return or old value is NaN.")
+def _(ppo):
+    for clip, name in (None, "returns"), (0.5, "returns"), (0.5, "old_values"):
+        values, mask = tensor([[2.0, 3.0]], requires_grad=True), tensor([[T, False]])
+        given = {"old_values": tensor([[2.0, 2.0]]), "returns": tensor([[0.0, 1.0]])}
+        given[name][0, 1] = NAN
+        ppo.value_loss(values, **given, mask=mask, clip=clip, denom=1).backward()
+        given = {"values": values.detach(), **given, "mask": mask, "clip": clip, "denom": 1}
+        same(given, tensor([0.0]), values.grad[:, 1], "gradient of the value outside the mask")
 
 
 @rule("value", "Without a clip the old values do not matter.")
@@ -680,7 +704,7 @@ def decoder(ppo, logits, temperature=1.0, noise_scale=1.0, keys=None, length=2, 
         sampler=model, cache=None, scratch=S, tokens=torch.zeros(B, S + 1, dtype=torch.int64),
         logprobs=torch.zeros(B, S + 1), length=rows(length), limit=rows(S), alive=rows(T, torch.bool),
         noise_keys=ppo.sample_keys(1, 0, range(B)) if keys is None else keys, temperature=tensor(temperature),
-        noise_scale=tensor(noise_scale), stop_ids=tensor([99]))  # fmt: skip
+        noise_scale=tensor(noise_scale), draws_noise=True, stop_ids=tensor([99]))  # fmt: skip
     return types.SimpleNamespace(**values | changes)
 
 
@@ -749,6 +773,20 @@ def _(ppo):
     ppo.sample_token(d, 16)
     same({"alive": [T, False], "length": [2, 2]}, tensor([3, 2]), d.length, "length")
     same({"alive": [T, False], "length": [2, 2]}, tensor([1, 0]), d.tokens[:, 2], "tokens at index 2")
+
+
+@rule("sampling", "The host does not wait: no tensor becomes a Python number or decides an `if`.")
+def _(ppo):
+    def refused(name):
+        def refuse(self, *_):
+            raise Broken({}, "only operations on tensors", f"{name} of a tensor", "sample_token")
+
+        return refuse
+
+    d = decoder(ppo, tensor([[0.0, 2.0], [1.0, 0.0]]))
+    names = "item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__"
+    with mock.patch.multiple(torch.Tensor, **{name: refused(name) for name in names}):
+        ppo.sample_token(d, 16)
 
 
 # === gradient ===
@@ -838,10 +876,16 @@ def numbered(ppo, lengths=(3, 4, 5, 6, 7, 8, 9, 10), prompts=1):
 def epoch_of(ppo, experience, epoch=0, iteration=0, seed=1, size=4, budget=4096):
     """[(n_tokens, the lengths of the samples of each microbatch)] of an epoch."""
     args = arguments(ppo, seed=seed, train_batch_size=size, micro_batch_tokens=budget)
-    parts = list(ppo.minibatches(experience, epoch, ppo.TrainState(iteration), args))
-    for part in parts:
-        outputs(part, 2, {}, "n_tokens, microbatches")
-    return [(n, [mb.lengths.tolist() for mb in minibatch]) for n, minibatch in parts]
+    parts = []
+    for part in ppo.minibatches(experience, epoch, ppo.TrainState(iteration), args):
+        n_tokens, minibatch = outputs(part, 2, {}, "n_tokens, microbatches")
+        lengths = []
+        for mb in minibatch:
+            kind = type(mb).__name__
+            holds(isinstance(mb, ppo.Microbatch), {}, "Microbatch", kind, "type of a microbatch that is yielded")
+            lengths.append(mb.lengths.tolist())
+        parts.append((n_tokens, lengths))
+    return parts
 
 
 EIGHT = {"lengths of the samples": [3, 4, 5, 6, 7, 8, 9, 10], "train_batch_size": 4, "prompt": "1 token"}
@@ -854,10 +898,12 @@ def _(ppo):
     same(EIGHT, [3, 4, 5, 6, 7, 8, 9, 10], got, "lengths of the samples of an epoch")
 
 
-@rule("minibatches", "A minibatch has train_batch_size samples.")
+@rule("minibatches", "A minibatch has train_batch_size samples. The last one has those that are left.")
 def _(ppo):
-    got = [sum(map(len, minibatch)) for _, minibatch in epoch_of(ppo, numbered(ppo))]
-    same(EIGHT, [4, 4], got, "samples of the minibatches")
+    for size, budget, expected in (4, 4096, [4, 4]), (4, 12, [4, 4]), (3, 4096, [3, 3, 2]):
+        parts = epoch_of(ppo, numbered(ppo), size=size, budget=budget)
+        given = EIGHT | {"train_batch_size": size, "micro_batch_tokens": budget}
+        same(given, expected, [sum(map(len, minibatch)) for _, minibatch in parts], "samples of the minibatches")
 
 
 @rule("minibatches", "The order is another one in another epoch, in another iteration and with another seed.")
@@ -882,7 +928,7 @@ def _(ppo):
     for n_tokens, minibatch in epoch_of(ppo, numbered(ppo), budget=12):
         lengths = [length for mb in minibatch for length in mb]
         given = {"lengths of its samples": lengths, "prompt": "1 token", "micro_batch_tokens": 12}
-        same(given, sum(lengths) - 4, int(n_tokens), "n_tokens")
+        same(given, sum(lengths) - len(lengths), int(n_tokens), "n_tokens")
 
 
 @rule("minibatches", "n_tokens is an int, not a tensor: it belongs to the minibatch and not to a microbatch.")
@@ -1024,7 +1070,7 @@ def shift_case(ppo):
     samples = [([7, 8, 9], 1), ([3, 4, 5, 6], 2), ([2, 8], 1)]  # ids, and the length of the prompt
     e = ppo.Experience.from_episodes([episode(ppo, ids, [0] * len(ids), prompt=n) for ids, n in samples])
     given = {"tokens": [[7, 8, 9], [3, 4, 5, 6], [2, 8]], "sampled": [[0, 1, 1], [0, 0, 1, 1], [0, 1]],
-             "model": "random"}  # fmt: skip
+             "model": "random, so nobody can compute this case by hand"}  # fmt: skip
     return given, e, e.microbatch(torch.arange(3), "cpu")
 
 
@@ -1082,7 +1128,8 @@ def _(ppo):
 def small_run(ppo, **flags):
     """Train a few samples in a second, in an environment that rewards long answers.
 
-    Within, the run's folder exists. Yields it, the rows of metrics.jsonl, the summary and what was printed.
+    Within, the run's folder exists. Yields it, the rows of metrics.jsonl, the experience of each iteration, the
+    summary and what was printed.
     """
     flags = dict(
         num_iterations=2, rollout_batch_size=8, train_batch_size=4, max_new_tokens=5, sft_steps=0, eval_episodes=2,
@@ -1090,9 +1137,17 @@ def small_run(ppo, **flags):
     printed = io.StringIO()
     # A run that fails is not closed when the process ends: its folder is gone by then.
     register = lambda function, *rest: function.__name__ == "close" or atexit.register(function, *rest)
-    patches = {"SummaryWriter": mock.Mock(), "atexit": mock.Mock(register=register), "SFT_BATCH_SIZE": 8}
+    experiences, make_experience = [], ppo.make_experience
+
+    def remembered(*given):
+        experiences.append(make_experience(*given))
+        return experiences[-1]
+
+    patches = {"make_experience": remembered, "SummaryWriter": mock.Mock(), "atexit": mock.Mock(register=register),
+               "SFT_BATCH_SIZE": 8}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(ppo, **patches):
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
             summary = ppo.train(ppo.Args(log_dir=folder, **flags))
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-        yield types.SimpleNamespace(rows=rows, summary=summary, printed=printed.getvalue(), folder=Path(folder, "run"))
+        yield types.SimpleNamespace(rows=rows, experiences=experiences, summary=summary, printed=printed.getvalue(),
+                                    folder=Path(folder, "run"))  # fmt: skip

@@ -1,6 +1,8 @@
 """The exercises: blanks fail, solutions pass, typical mistakes are named, and the checks of bugs see them."""
 
 import functools
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -69,6 +71,8 @@ WRONG = {
         (("return 0.5 * losses.sum() / denom", "return 0.5 * losses.sum() / mask.sum()"), "divided by `denom`"),
         (("values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))",
           "values, returns = values * mask, returns * mask"), "even if they are NaN"),
+        (("values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))\n", "\n"),
+         "even if their return or old value is NaN"),
     ],
     "kl": [
         ("kl_the_other_way_round", "It is negative where"),
@@ -109,10 +113,11 @@ WRONG = {
         ("logprob_of_the_previous_token", "The log-prob is that"),
         ("noise_of_the_row", "not on its place"),
         (("logits /= decoder.temperature", "pass"), "as often as softmax"),
-        (("(logits + decoder.noise_scale * noise).argmax", "(logits + noise).argmax"), "At noise_scale 0"),
+        (("logits + decoder.noise_scale * noise", "logits + noise"), "At noise_scale 0"),
+        (("logits + decoder.noise_scale * noise", "logits + float(decoder.noise_scale) * noise"), "does not wait"),
         (("gumbel_noise(decoder.noise_keys, decoder.length, logits", "gumbel_noise(decoder.noise_keys, 0 * decoder.length, logits"),  # noqa: E501
          "another one at the next index"),
-        (("token = (logits + decoder.noise_scale * noise).argmax(-1, keepdim=True)",
+        (("token = noisy_logits.argmax(-1, keepdim=True)",
           "token = torch.multinomial(logits.softmax(-1), 1)"), "not on its place"),
     ],
     "shift": [
@@ -151,6 +156,12 @@ WRONG = {
         (("yield int(experience.mask[rows].sum()), parts", "yield experience.mask[rows].sum(), parts"), "is an int"),
         (("parts = [experience.microbatch(share, args.device) for share in shares]",
           "parts = [experience.microbatch(rows, args.device)]"), "at most micro_batch_tokens"),
+        (("yield int(experience.mask[rows].sum()), parts", "yield int(experience.mask[rows].sum()), shares"),
+         "visits every sample once"),
+        (("yield int(experience.mask[rows].sum()), parts",
+          "yield from ((int(part.mask.sum()), [part]) for part in parts)"), "A minibatch has train_batch_size"),
+        (("in order.split(args.train_batch_size) if", "in order.split(args.train_batch_size)[: len(order) // args.train_batch_size] if"),  # noqa: E501
+         "those that are left"),
         (("yield int(experience.mask[rows].sum()), parts", "yield int(parts[0].mask.sum()), parts"),
          "add up to that of the minibatch"),
         (("torch.randperm(len(experience.tokens), generator=generator)", "torch.randperm(len(experience.tokens))"),
@@ -187,6 +198,18 @@ def test_typical_mistakes_are_named(name):
         assert f"{len(exercise_rules.RULES[name]) - len(broken)} of" in said
 
 
+def test_a_mask_at_the_end_is_too_late():
+    """The loss is finite then, and its gradient is NaN."""
+    late = SCRIPT.replace("    advantages = torch.where(mask, advantages, 0.0)\n    logratio", "    logratio")
+    late = late.replace("torch.where(mask, logprobs - old_logprobs, 0.0)", "(logprobs - old_logprobs)")
+    late = late.replace("return losses.sum() / denom,", "return torch.where(mask, losses, 0.0).sum() / denom,")
+    late = late.replace('"clipfrac": (ratio != clipped)', '"clipfrac": (mask & (ratio != clipped))')
+    late = late.replace("(logratio.expm1() - logratio).sum()", "(logratio.expm1() - logratio)[mask].sum()")
+    late = late.replace("(ratio - 1).abs().sum()", "(ratio - 1).abs()[mask].sum()")
+    broken, said = broken_rules("surrogate", late)
+    assert len(broken) == 1 and "gradient 0, even if their advantage or old log-prob" in broken[0], said
+
+
 def test_what_check_says_of_mistakes_of_other_kinds():
     """An input that is changed in place, a shape, a type, and an error in the student's own lines."""
     mean = "return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)"
@@ -195,6 +218,7 @@ def test_what_check_says_of_mistakes_of_other_kinds():
         ("whiten", whiten, "x -= 1\n    " + whiten, "x after the call: got"),
         ("whiten", "return centered * torch.rsqrt(variance + 1e-8)", "return centered[mask]", "shape of result: exp"),
         ("gae", "return advantages, advantages + values", "return advantages", "a tuple (advantages, returns)"),
+        ("gae", "return advantages, advantages + values", "print(advantage)", "an error in 11 of 11 rules"),
         ("gae", "return advantages, advantages + values", "print(advantage)", "NameError: name 'advantage'"),
         ("whiten", mean, "return x.nothing()", "in masked_mean:  return x.nothing()"),
         ("kl", "return torch.expm1(-logratio) + logratio", "pass", "type of result: expected  a tensor"),
@@ -202,6 +226,7 @@ def test_what_check_says_of_mistakes_of_other_kinds():
         assert SCRIPT.count(old) == 1
         broken, said = broken_rules(exercise_name, SCRIPT.replace(old, new))
         assert broken and expected in said and "exercise_rules.py" not in said, said
+        assert said.count("NameError") <= 1
 
 
 @pytest.mark.parametrize("letter", exercise_bugs.BUGS)
@@ -209,14 +234,15 @@ def test_the_check_of_a_bug_sees_it_and_nothing_else(letter):
     bug, said = exercise_bugs.BUGS[letter], []
     sick = exercise.load("exercise.py", exercise.bug_text(letter))
     assert exercise.check_bug(letter, sick, "exercise.py", said.append) and "still there" in said[-1]
-    assert bug.fault not in "".join(said)
+    assert bug.fault not in (text := "\n".join(said)) and "exercise_of_the_student" not in text
+    assert (": expected " in text and ": got " in text) or letter == "H", text
     bug.check(healthy())
 
 
 def test_a_mended_file_passes_with_all_other_rules():
     said, count = [], sum(map(len, exercise_rules.RULES.values()))
     assert not exercise.check_bug("U", healthy(), "ppo_llm.py", said.append)
-    assert said[0].startswith("holds  The targets") and f"{count} rules of the rest" in said[-1]
+    assert said[0].startswith("holds  The targets") and f"all {count} rules of part 1" in said[-1]
 
 
 def test_letters_are_in_order_and_name_different_faults():
@@ -232,8 +258,28 @@ def test_a_mended_file_with_another_mistake_is_told_apart():
     assert "something else is wrong now" in said[-1] and "FAILS  A return is the advantage" in "\n".join(said)
 
 
-def test_the_commands(tmp_path, monkeypatch, capsys):
-    """They keep earlier work, and reveal no fault."""
+def test_several_blanks_are_checked_one_by_one():
+    """What is not yet written of the other parts is that of the script. Line numbers are those of the file."""
+    text = exercise.blank_text(*exercise.BLANKS)
+    solved = text
+    for gap in exercise.BLANKS["rewards"].gaps:
+        lines = [SCRIPT.splitlines()[i] for i in exercise.lines_of(gap)]
+        begin = solved.index("    # >>> Your part of `rewards`")
+        end = solved.index("# <<<", begin)
+        solved = solved[:begin] + "\n".join(lines) + "\n    " + solved[end:]
+    for written, expected in (text, "not yet written: rewards: your part of make_experience"), (solved, "All 7 rules"):
+        said, module = [], exercise.load("exercise.py", written, "rewards")
+        exercise.check_blank("rewards", module, "exercise.py", said.append)
+        assert expected in said[-1], said
+    line = text.splitlines().index('    raise NotImplementedError("rewards: your part of make_experience")') + 1
+    said = []
+    exercise.check_blank("rewards", exercise.load("exercise.py", text, "rewards"), "exercise.py", said.append)
+    assert f"(exercise.py, line {line})" in said[-1]
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch, capsys):
+    """The command in an empty folder: tool(word, ...) returns its exit code and what it prints."""
     monkeypatch.chdir(tmp_path)
 
     def tool(*words):
@@ -241,31 +287,70 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
         code = exercise.main()
         return code, capsys.readouterr().out
 
+    return tool
+
+
+def test_the_commands(tmp_path, tool):
+    """They keep earlier work, and reveal no fault."""
     code, listed = tool("list")
     assert code == 0 and not any(bug.fault in listed for bug in exercise_bugs.BUGS.values())
     assert tool("check", "gae")[0] == 2
     assert "exercise.py, line" in tool("blank", "gae")[1]
     code, said = tool("check", "gae")
-    assert code == 1 and "not yet written: your part of compute_gae (exercise.py, line" in said
-    (tmp_path / "exercise.py").write_text("my work")
+    assert code == 1 and "not yet written: gae: your part of compute_gae (exercise.py, line" in said
+    file = tmp_path / "exercise.py"
+    file.write_text("my work")
     code, said = tool("check", "gae")
     assert code == 1 and "is no Python program" in said and "my work" in said
-    assert "exercise_1.py" in tool("bug", "b")[1]
-    assert (tmp_path / "exercise_1.py").read_text() == "my work"
-    assert (tmp_path / "exercise.py").read_text() == exercise.bug_text("B")
-    assert tool("bug", "B")[0] == 0 and not (tmp_path / "exercise_2.py").exists()
+    assert "now exercise_earlier.py" in tool("bug", "b")[1]
+    assert (tmp_path / "exercise_earlier.py").read_text() == "my work"
+    assert file.read_text() == exercise.exercise_text("B")
+    assert "not kept" in tool("bug", "B")[1] and "not kept" in tool("blank", "gae")[1]
+    for kept in "exercise_gae.py", "exercise_gae_2.py":
+        file.write_text(exercise.exercise_text("gae") + "# my work")
+        assert f"now {kept}." in tool("blank", "gae")[1] and (tmp_path / kept).read_text().endswith("my work")
     code, said = tool("bug", "gae")
     assert code == 2 and "must be one of A, B" in said
+    assert tool("blank", "gae", "K")[0] == 2
+    assert "(whiten)" in tool("blank", "whiten", "gae")[1] and "not kept" in tool("blank", "all")[1]
+    assert all(f"part of `{name}`" in file.read_text() for name in exercise.BLANKS)
     assert "def compute_gae" not in (shown := tool("solution", "gae")[1]) and "lastgaelam" in shown
     assert tool("solution", "B")[1].count("\n+    ") == 1
-    for name, row in ("a", '{"x": 0.5, "ratio/steps": [1, 2]}'), ("b", '{"x": 1e-7}'):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "metrics.jsonl").write_text(row)
-    code, said = tool("show", "x")
-    assert code == 0 and "runs/a: 0.5" in said and "runs/b: 1e-07" in said
-    assert tool("show", "ratio/steps", "runs/a")[1] == "runs/a: 2 steps\n"
-    assert "must be one of ratio/steps, x" in tool("show", "y")[1]
-    assert tool()[0] == tool("check")[0] == tool("list", "gae")[0] == 2
+    assert tool("--help")[0] == 0 and tool()[0] == tool("check")[0] == tool("list", "gae")[0] == 2
+
+
+def test_check_knows_which_exercise_a_file_is(tmp_path, tool):
+    tool("bug", "A")
+    code, said = tool("check", "D")
+    assert code == 2 and "exercise.py is exercise A, not D. Did you mean: python" in said and "check A?" in said
+    assert "check A exercise.py" not in said
+    (tmp_path / "hers.py").write_text(exercise.exercise_text("whiten", "gae"))
+    code, said = tool("check", "A", "hers.py")
+    assert code == 2 and "hers.py is exercise whiten gae, not A." in said and "check whiten hers.py?" in said
+    assert "not yet written" in tool("check", "gae", "hers.py")[1]
+    (tmp_path / "hers.py").write_text(SCRIPT)
+    code, said = tool("check", "schedule", "hers.py")
+    assert code == 0 and "All 5 rules" in said
+
+
+def test_show_compares_the_newest_run_with_a_healthy_one(tmp_path, tool):
+    assert tool("show", "x") == (2, "runs/ has no run of exercise.py.\n")
+    assert tool("show", "--help")[0] == 0 and tool("show")[0] == 2
+    runs = [("a", "exercise.py", 1, 0.5), ("b", "ppo_llm.py", 1, 0.1), ("c", "ppo_llm.py", 2, 0.2),
+            ("d", "exercise.py", 2, 0.25), ("e", "ppo_llm.py", 3, 0.3)]  # fmt: skip
+    for i, (name, script, seed, x) in enumerate(runs):
+        (folder := tmp_path / "runs" / name).mkdir(parents=True)
+        config = {"args": {"seed": seed, "save_every": i}, "argv": [f"../{script}", "--seed", str(seed)]}
+        (folder / "config.json").write_text(json.dumps(config))
+        os.utime(folder / "config.json", (i, i))
+        (folder / "metrics.jsonl").write_text(json.dumps({"objective/x": x, "ratio/steps": [1, 2]}))
+    shown = "exercise --seed 2\n    0.25\nppo_llm --seed 2\n    0.2\n"
+    assert tool("show", "objective/x") == (0, shown)
+    assert tool("show", "ratio/steps", "runs/a") == (0, "exercise --seed 1   (runs/a)\n    2 steps\n")
+    assert tool("show", "x") == (2, "There is no metric x. Similar names: objective/x.\n")
+    assert tool("show", "x", "runs/f")[1].count("\n") == 1
+    (tmp_path / "runs" / "c" / "metrics.jsonl").unlink()
+    assert "no run of the healthy script with the same flags: python" in tool("show", "objective/x")[1]
 
 
 @pytest.mark.slow
@@ -298,6 +383,17 @@ def test_the_page_has_every_exercise_and_its_numbers():
         assert new not in "".join(part[:hidden].split())  # the solution is folded
 
 
+def test_the_solutions_of_the_page_are_the_bugs():
+    parts = re.split(r"(?m)^### ([A-Z])\.", PAGE)
+    lines_of = lambda text: {" ".join(line.split()) for line in text.splitlines()}
+    for letter, part in zip(parts[1::2], parts[2::2]):
+        [diff] = re.findall(r"```diff\n(.*?)```", part, re.DOTALL)
+        sick = lines_of(exercise.bug_text(letter))
+        for line in diff.splitlines():
+            signs = {"-": [sick], "+": [lines_of(SCRIPT)], " ": [sick, lines_of(SCRIPT)]}
+            assert all(" ".join(line[1:].split()) in lines for lines in signs[line[0]]), (letter, line)
+
+
 def test_the_tables_of_the_page_are_those_of_the_runs():
     sys.path.append(str(ROOT / "benchmarks"))
     import exercises
@@ -316,7 +412,7 @@ def test_the_commands_of_the_page_are_valid(ppo):
     commands = re.findall(r"python tests/exercise\.py ([a-z]+)(?: ([\w-]+))?", PAGE)
     for verb, name in commands:
         assert verb in ("list", "blank", "bug", "check", "solution", "show")
-        assert verb == "show" or not name or name in (*exercise.BLANKS, *exercise_bugs.BUGS)
+        assert verb == "show" or not name or name in ("all", *exercise.BLANKS, *exercise_bugs.BUGS)
     for flags in re.findall(r"\bexercise\.py (--[^`|\n]*)", PAGE):
         tyro.cli(ppo.Args, args=shlex.split(flags))
     for bug in exercise_bugs.BUGS.values():
