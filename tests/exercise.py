@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import json
 import linecache
 import os
@@ -138,6 +139,7 @@ BLANKS = {
 }  # fmt: skip
 
 
+@functools.cache
 def find(function: str) -> ast.FunctionDef:
     """A function of the script, or Class.method."""
     node = ast.parse(SCRIPT.read_text())
@@ -481,6 +483,8 @@ def newest_runs() -> list[Run]:
     if not sick:
         print(f"runs/ has no run of {FILE}.")
         return []
+    if FILE.exists() and sick.time < FILE.stat().st_mtime:
+        print(f"{FILE} has changed since its newest run.")
     healthy = next((run for run in runs if run.script == SCRIPT.stem and run.args == sick.args), None)
     if not healthy:
         command = f"python {os.path.relpath(SCRIPT)} {sick.flags}".rstrip()

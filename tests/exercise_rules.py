@@ -1070,7 +1070,7 @@ def shift_case(ppo):
     samples = [([7, 8, 9], 1), ([3, 4, 5, 6], 2), ([2, 8], 1)]  # ids, and the length of the prompt
     e = ppo.Experience.from_episodes([episode(ppo, ids, [0] * len(ids), prompt=n) for ids, n in samples])
     given = {"tokens": [[7, 8, 9], [3, 4, 5, 6], [2, 8]], "sampled": [[0, 1, 1], [0, 0, 1, 1], [0, 1]],
-             "model": "random, so nobody can compute this case by hand"}  # fmt: skip
+             "model": "random, so this case cannot be computed by hand"}  # fmt: skip
     return given, e, e.microbatch(torch.arange(3), "cpu")
 
 
