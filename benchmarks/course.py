@@ -1,6 +1,6 @@
 """The runs of the lessons of docs/course.md, each with three seeds, and the tables of that page.
 
-    python benchmarks/course.py run      # makes the runs that data/course.jsonl lacks: a quarter of an hour of one core
+    python benchmarks/course.py run      # makes the runs that data/course.jsonl lacks: half an hour of one core
     python benchmarks/course.py table    # prints the tables
 
 A run is a command of the page with another --seed. It takes at most a minute and a half of one core.
@@ -32,7 +32,7 @@ LESSONS = {
     },
     "3": {
         "the default critic": ("", FORTY),
-        "a critic that learns ten times as slowly": ("", f"{FORTY} --critic-lr 1e-4"),
+        "a critic whose learning rate is a thousandth": ("", f"{FORTY} --critic-lr 1e-6"),
         "no critic": ("", f"{FORTY} --critic-epochs 0"),
     },
     "4": {
@@ -42,7 +42,11 @@ LESSONS = {
     },
     "5": {
         "a critic": ("", FORTY),
+        "no critic": ("", f"{FORTY} --critic-epochs 0"),
+        "no critic, 64 prompts with four samples each": (
+            "", f"{FORTY} --critic-epochs 0 --rollout-batch-size 64 --n-samples-per-prompt 4"),
         "groups of four samples": ("group_normalised", FORTY),
+        "groups of four samples, no KL": ("group_normalised", f"{FORTY} --kl-coef 0"),
     },
 }  # fmt: skip
 # Of each lesson: [(title of a column, metric, "max", "last ten" or an iteration from 1 on, form)]
@@ -56,6 +60,7 @@ COLUMNS = {
           ("reward, iterations 31 to 40", "objective/reward", "last ten", ".2f")],
     "4": [("`approx_kl` in iteration 1", "actor/approx_kl", 1, ".2g"),
           ("`clipfrac` in iteration 1", "actor/clipfrac", 1, ".2f"),
+          ("reward in iteration 1", "objective/reward", 1, ".2f"),
           ("KL, iterations 31 to 40, nats", "objective/kl", "last ten", ".1f"),
           ("reward, iterations 31 to 40", "objective/reward", "last ten", ".2f")],
     "5": [("KL, iterations 31 to 40, nats", "objective/kl", "last ten", ".1f"),
