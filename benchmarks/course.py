@@ -32,7 +32,6 @@ LESSONS = {
     },
     "3": {
         "the default critic": ("", FORTY),
-        "a critic whose learning rate is a thousandth": ("", f"{FORTY} --critic-lr 1e-6"),
         "no critic": ("", f"{FORTY} --critic-epochs 0"),
     },
     "4": {
@@ -43,10 +42,7 @@ LESSONS = {
     "5": {
         "a critic": ("", FORTY),
         "no critic": ("", f"{FORTY} --critic-epochs 0"),
-        "no critic, 64 prompts with four samples each": (
-            "", f"{FORTY} --critic-epochs 0 --rollout-batch-size 64 --n-samples-per-prompt 4"),
         "groups of four samples": ("group_normalised", FORTY),
-        "groups of four samples, no KL": ("group_normalised", f"{FORTY} --kl-coef 0"),
     },
 }  # fmt: skip
 # Of each lesson: [(title of a column, metric, "max", "last ten" or an iteration from 1 on, form)]

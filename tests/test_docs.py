@@ -75,6 +75,8 @@ def test_one_iteration_by_hand_shows_what_its_script_prints():
 
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_and_flags_exist(ppo, name):
+    if name == "docs/projects.md":  # Some of its commands have flags of its patches. test_projects.py parses them.
+        return
     page = (ROOT / name).read_text()
     fields = [name.replace("_", "-") for name in ppo.Args.__dataclass_fields__]
     known = {f"--{name}" for name in [*fields, *OTHERS]} | {f"--no-{name}" for name in fields}
