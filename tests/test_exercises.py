@@ -239,7 +239,7 @@ def test_the_check_of_a_bug_sees_it_and_nothing_else(letter):
     bug.check(healthy())
 
 
-def test_a_mended_file_passes_with_all_other_rules():
+def test_a_corrected_file_passes_with_all_other_rules():
     said, count = [], sum(map(len, exercise_rules.RULES.values()))
     assert not exercise.check_bug("U", healthy(), "ppo_llm.py", said.append)
     assert said[0].startswith("holds  The targets") and f"all {count} rules of part 1" in said[-1]
@@ -251,7 +251,7 @@ def test_letters_are_in_order_and_name_different_faults():
     assert exercise_bugs.INVISIBLE == "".join(exercise_bugs.BUGS)[-3:]
 
 
-def test_a_mended_file_with_another_mistake_is_told_apart():
+def test_a_corrected_file_with_another_mistake_is_told_apart():
     old, new = FAULTS["returns_without_values"][1:]
     module, said = exercise.load("exercise.py", SCRIPT.replace(old, new)), []
     assert exercise.check_bug("A", module, "exercise.py", said.append)
