@@ -6,13 +6,15 @@
     python benchmarks/projects.py draw [--only NAME] [--seeds 1 2 3]   # --folder/project_NAME.png
 
 The page is the source of the projects: `run` executes the commands that stand on it, with the patches and the modules
-that stand on it. A run takes one to two minutes of one core. A run that is in projects.jsonl is not made again, unless
-its command, its patches or its modules have changed.
+that stand on it. A run takes about a minute of one core. A run that is in projects.jsonl is not made again, unless its
+command, its patches or its modules have changed. The projects.jsonl of the repository is from commit 4da1ad8. Move it
+away before you make runs of another version.
 """
 
 import argparse
 import dataclasses
 import functools
+import json
 import os
 import re
 import resource
@@ -92,9 +94,11 @@ PROJECTS = {
                         Column("distance of the first ratio from 1", "first_dev", form=".3f"),
                         Column("clipfrac in the end", "clipfrac"), REWARD, RIGHT], ("reward", "first_dev")),
     "curriculum": Project("A curriculum",
-                          [Column(f"right after {n}, %", "eval_accuracy", n + MEAN_OF, ".1%") for n in (40, 60, 80)]
-                          + [Column("right after 100, %", "accuracy after", form=".1%"),
-                             Column("greedy, %", "greedy_accuracy after", form=".1%")], ("accuracy", "eval_accuracy")),
+                          [*(Column(f"after {n} iterations, %", "eval_accuracy", n + MEAN_OF, ".1%")
+                             for n in (40, 60, 80)),
+                           Column("after 100 iterations, %", "accuracy after", form=".1%"),
+                           Column("after 100, greedy, %", "greedy_accuracy after", form=".1%")],
+                          ("accuracy", "eval_accuracy")),
 }  # fmt: skip
 
 
@@ -175,7 +179,7 @@ def measure(run: Run, seed: int) -> dict:
         subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=os.environ | paths)
         seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
         rows = common.read_lines(folder / "run" / "metrics.jsonl")
-        summary = common.json.loads((folder / "run" / "summary.json").read_text())
+        summary = json.loads((folder / "run" / "summary.json").read_text())
     kinds = "accuracy", "greedy_accuracy"
     evaluations = {f"{kind} {when}": summary[f"eval_{when}"][kind] for kind in kinds for when in ("before", "after")}
     return {
@@ -185,6 +189,7 @@ def measure(run: Run, seed: int) -> dict:
 
 
 def results() -> dict[tuple, dict]:
+    """All runs of projects.jsonl, by their keys."""
     rows = common.read_lines(RESULTS) if RESULTS.exists() else []
     return {(row["command"], row["code"], row["seed"]): row for row in rows}
 
@@ -236,13 +241,15 @@ def draw(name: str, seeds: list[int], folder: Path) -> None:
         for i, run in enumerate(runs(name)):
             curves = [row["columns"][metric] for row in of(run, seeds) if metric in row["columns"]]
             points = [k for k, y in enumerate(curves[0] if curves else []) if y is not None]
-            x = [(k + 1) * MEAN_OF for k in points]
+            at_start = metric == "eval_accuracy"  # The evaluation comes before the first of the five iterations.
+            x = [(k + (not at_start)) * MEAN_OF for k in points]
             for curve in curves:
                 axis.plot(x, [curve[k] for k in points], color=f"C{i}", linewidth=0.4, alpha=0.5)
             median = [statistics.median(curve[k] for curve in curves) for k in points]
             axis.plot(x, median, color=f"C{i}", label=run.variant, linewidth=1.4)
         axis.set(xlabel="iterations", ylabel=metric.replace("_", " "))
     axes[0].legend(fontsize=7)
+    folder.mkdir(exist_ok=True)
     figure.savefig(folder / f"project_{name}.png", dpi=90)
 
 
