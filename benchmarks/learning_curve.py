@@ -35,7 +35,7 @@ TASKS = {  # {task: {run: flags}}
         "dense, constant baseline": f"{DENSE} --critic-epochs 0",
         "at the end": "--env-id benchmarks.tasks:AtEnd-v0 --max-new-tokens 7 --kl-coef 0.02",
     },
-    "guess": {"guess": "--env-id benchmarks.tasks:GuessNumber-v0 --max-new-tokens 24"},
+    "guess": {"guess": "--env-id benchmarks.tasks:Guess-v0 --max-new-tokens 24"},
 }
 SEEDS = {"default": range(1, 6), "sequences": range(1, 4), "guess": range(1, 4)}
 COLUMNS = {"objective/reward": "reward", "objective/accuracy": "accuracy", "objective/response_tokens": "tokens"}

@@ -331,14 +331,14 @@ def guess_number(job: Job) -> dict:
     folder = train(job, job.flags)
     model, _ = common.ppo_llm.load_hf_checkpoint(folder / "model")
     tokenizer = common.ppo_llm.HFTokenizer(folder / "model")
-    seeds, env = {number: [] for number in range(8)}, tasks.GuessNumber()
+    seeds, env = {number: [] for number in range(8)}, tasks.Guess()
     for seed in range(10_000):
         env.reset(seed=seed)
         seeds[env.number].append(seed)
     seeds = [seed for of_number in seeds.values() for seed in of_number[:64]]
     args = common.ppo_llm.Args(max_prompt_tokens=16, max_new_tokens=24, seed=job.seed)
     decoder = common.ppo_llm.Decoder(model, len(seeds), tokenizer.stop_ids, args)
-    envs = [common.gym.make("GuessNumber-v0", disable_env_checker=True) for _ in seeds]
+    envs = [common.gym.make("Guess-v0", disable_env_checker=True) for _ in seeds]
     episodes = common.ppo_llm.rollout(decoder, tokenizer, envs, seeds, range(len(seeds)), -1, args)
     reward = statistics.mean(sum(episode.rewards) for episode in episodes)
     return numbers_of(folder, job.row) | {"reward_by_number": reward}

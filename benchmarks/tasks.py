@@ -4,7 +4,7 @@
     python ppo_llm.py --env-id benchmarks.tasks:Dense-v0 --max-new-tokens 7 --gamma 0.5    # each right digit at once
     python ppo_llm.py --env-id benchmarks.tasks:AtEnd-v0 --max-new-tokens 7                # all with the last token
     python ppo_llm.py --env-id benchmarks.tasks:Ascending-v0                               # a reward with a hole
-    python ppo_llm.py --env-id benchmarks.tasks:GuessNumber-v0 --max-new-tokens 24         # several turns
+    python ppo_llm.py --env-id benchmarks.tasks:Guess-v0 --max-new-tokens 24         # several turns
 
 The first four are for a small instruct model, which answers once; prompts of split="test" are held out. The others
 take two minutes.
@@ -122,7 +122,7 @@ class Sequences(gym.Env):
         return "", reward, True, False, info
 
 
-class GuessNumber(gym.Env):
+class Guess(gym.Env):
     """Guess a number from 0 to 7. A wrong guess costs 0.2 and is answered by "<" or ">". docs/your_task.md has it."""
 
     def reset(self, *, seed=None, options=None):
@@ -175,7 +175,7 @@ gym.register("Products-v0", entry_point=Products)
 gym.register("Largest-v0", entry_point=Largest)
 gym.register("Dense-v0", entry_point=Sequences, kwargs={"dense": True})
 gym.register("AtEnd-v0", entry_point=Sequences, kwargs={"dense": False})
-gym.register("GuessNumber-v0", entry_point=GuessNumber)
+gym.register("Guess-v0", entry_point=Guess)
 gym.register("Exact-v0", entry_point=lambda: Exact(sort_digits()))
 gym.register("Prefix-v0", entry_point=lambda digits: Prefix(sort_digits(digits=digits)))
 gym.register("Ascending-v0", entry_point=lambda: Ascending(sort_digits()))
