@@ -53,7 +53,7 @@ class Endless(TextEnv):
         return self.feedback, 0.5, False, False, {}
 
 
-class Dense(TextEnv):
+class DenseTurns(TextEnv):
     """Two turns, in each half a point, and n for the n-th character. Every third seed is truncated after the first."""
 
     def turn(self, response):
@@ -134,7 +134,7 @@ class WrongSignature(TextEnv):
     step = lambda self, response, extra: self.turn(response)
 
 
-for cls in TwoTurns, Endless, Dense, Lengths, Raises, Unmade, Exits, FourValues, WrongSignature, Serves, Meddles:
+for cls in TwoTurns, Endless, DenseTurns, Lengths, Raises, Unmade, Exits, FourValues, WrongSignature, Serves, Meddles:
     gym.register(f"{cls.__name__}-v0", entry_point=cls)
 gym.register("Plain-v0", entry_point=TextEnv)
 gym.register("Constant-v0", entry_point=Reward)

@@ -22,13 +22,13 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-@pytest.mark.parametrize("env", ["Lengths", "Dense", "Endless"])
+@pytest.mark.parametrize("env", ["Lengths", "DenseTurns", "Endless"])
 def test_episodes_are_those_of_the_waves(tokenizer, env, temperature):
     """Several turns, dense rewards, truncation; whatever an earlier episode has left in a row changes nothing."""
     model, changes = random_model(ppo_llm, tokenizer), dict(iteration=3, temperature=temperature)
     expected = run(ppo_llm, model, tokenizer, env, 20, **changes)
     assert len({len(episode.ids) for episode in expected}) > 3
-    if env == "Dense" and temperature > 0:
+    if env == "DenseTurns" and temperature > 0:
         assert {episode.stop for episode in expected} == {"terminated", "truncated", "length"}
     for slots, count, more in (1, 1, {}), (3, 5, {}), (64, 80, {}), (4, 5, dict(micro_batch_tokens=5, steps=8)):
         envs, more = make_envs(env, count), more | dict(rollout_slots=slots)

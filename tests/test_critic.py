@@ -13,7 +13,7 @@ pytestmark = pytest.mark.shared
 
 def test_rewards_are_those_of_the_episodes_minus_kl_and_truncation_penalty(ppo, tmp_path):
     """The penalty is not for episodes that the environment ends."""
-    flags = dict(env_id="environments:Dense-v0", rollout_batch_size=16, max_new_tokens=8)
+    flags = dict(env_id="environments:DenseTurns-v0", rollout_batch_size=16, max_new_tokens=8)
     run = record(ppo, tmp_path, kl_coef=5.0, truncation_penalty=0.5, **flags)
     experience, episodes = run.experiences[1], run.episodes[1]
     logratio = experience.old_logprobs - experience.ref_logprobs
@@ -47,7 +47,7 @@ def test_kl_in_the_loss_leaves_rewards_alone_and_weighs_samples_of_the_old_polic
 
 
 def test_advantages_are_whitened_over_the_rollout_and_returns_have_a_lambda_of_their_own(ppo, tmp_path):
-    flags = dict(env_id="environments:Dense-v0", gae_lambda=0.3, critic_lambda=0.8, gamma=0.9, critic_lr=0.01)
+    flags = dict(env_id="environments:DenseTurns-v0", gae_lambda=0.3, critic_lambda=0.8, gamma=0.9, critic_lr=0.01)
     run = record(ppo, tmp_path, **flags)  # some episodes are truncated: the value after their end is 0, too
     experience, rewards = run.experiences[1], run.calls["compute_gae"][1]["rewards"]
     values, mask = experience.values, experience.mask

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.shared
 RUN = SMALL | dict(
     num_iterations=3, ppo_epochs=1, actor_lr=1e-3, micro_batch_tokens=30, sft_steps=1, save_every=1, kl_coef=0.05,
     kl_loss="k3", entropy_coef=0.01, truncation_penalty=0.1, gae_lambda=0.95, critic_lambda=0.9,
-    env_id="environments:Dense-v0", eval_episodes=3, eval_every=1, max_new_tokens=12)  # fmt: skip
+    env_id="environments:DenseTurns-v0", eval_episodes=3, eval_every=1, max_new_tokens=12)  # fmt: skip
 ONE = RUN | dict(num_iterations=1, sft_steps=0, save_every=0)
 # All ranks but one have no sample: FSDP hangs if they do not run the models all the same.
 FEW = ONE | dict(rollout_batch_size=3, train_batch_size=1, eval_episodes=1)
