@@ -134,7 +134,8 @@ class WrongSignature(TextEnv):
     step = lambda self, response, extra: self.turn(response)
 
 
-for cls in TwoTurns, Endless, DenseTurns, Lengths, Raises, Unmade, Exits, FourValues, WrongSignature, Serves, Meddles:
+for cls in (TwoTurns, Endless, DenseTurns, Lengths, Raises, Unmade, Exits, FourValues, WrongSignature, Serves,
+            Meddles):  # fmt: skip
     gym.register(f"{cls.__name__}-v0", entry_point=cls)
 gym.register("Plain-v0", entry_point=TextEnv)
 gym.register("Constant-v0", entry_point=Reward)
