@@ -417,7 +417,8 @@ def test_run_folder_holds_what_it_should(ppo, tmp_path, capsys):
 
 
 def test_the_row_of_an_iteration_is_that_of_its_episodes_experience_and_losses(run):
-    seen = run(env_id="environments:DenseTurns-v0", kl_coef=0.1, entropy_coef=0.1, rollout_batch_size=16, max_new_tokens=8)
+    seen = run(env_id="environments:DenseTurns-v0", kl_coef=0.1, entropy_coef=0.1, rollout_batch_size=16,
+               max_new_tokens=8)  # fmt: skip
     row, e, episodes = seen.rows[1], seen.experiences[1], seen.episodes[1]
     mean, of_tokens = lambda of: sum(map(of, episodes)) / 16, lambda x: float(x[e.mask].mean())
     kls = ((e.old_logprobs - e.ref_logprobs) * e.mask).sum(1)
