@@ -529,6 +529,9 @@ def main() -> int:
     if verb == "list" and not rest:
         print_list()
         return 0
+    if FILE.resolve() == Path(__file__).resolve():  # An exercise would take the place of this file.
+        print("Type the commands in the root folder of the repository: python tests/exercise.py ...")
+        return 2
     most = {"blank": len(BLANKS), "bug": 1, "check": 2, "solution": 1}
     if not 1 <= len(rest) <= most.get(verb, 0):
         print(__doc__)

@@ -473,6 +473,12 @@ def _(ppo):
     same(given, 0.125, loss, "loss")
 
 
+@rule("value", "A clip of 0 is a clip: the value stays at the old one.")
+def _(ppo):
+    given, loss = value_case(ppo, [1.0], [0.0], [1.0], clip=0.0)
+    same(given, 0.5, loss, "loss")
+
+
 @rule("value", "The larger of the clipped and the unclipped square counts.")
 def _(ppo):
     given, loss = value_case(ppo, [2.0], [0.0], [0.0], clip=0.5)

@@ -68,6 +68,7 @@ WRONG = {
         ("value_loss_without_half", "half the square"),
         ("value_clip_by_min", "The larger of"),
         ("values_clipped_around_returns", "moved further than"),
+        (("if clip is not None:", "if clip:"), "A clip of 0"),
         (("return 0.5 * losses.sum() / denom", "return 0.5 * losses.sum() / mask.sum()"), "divided by `denom`"),
         (("values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))",
           "values, returns = values * mask, returns * mask"), "even if they are NaN"),
@@ -288,6 +289,16 @@ def tool(tmp_path, monkeypatch, capsys):
         return code, capsys.readouterr().out
 
     return tool
+
+
+def test_the_tool_does_not_take_its_own_place(tmp_path, tool, monkeypatch):
+    """In the folder of the tool, exercise.py is the tool."""
+    monkeypatch.setattr(exercise, "__file__", str(tmp_path / "exercise.py"))
+    (tmp_path / "exercise.py").write_text("the tool")
+    for words in ("blank", "gae"), ("bug", "A"), ("check", "gae"):
+        code, said = tool(*words)
+        assert code == 2 and "root folder" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["exercise.py"]
 
 
 def test_the_commands(tmp_path, tool):
