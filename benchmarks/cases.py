@@ -124,7 +124,7 @@ def table() -> None:
                 inside = [k for k in places if k < len(curves[0])]
                 common.line([metric, *(f"{median(curves, k):.3g}" for k in inside)])
             finals = [f"{each['columns'][ACCURACY][-1]:.3f}" for each in done]
-            common.line(["accuracy in the end, by seeds", *finals])
+            common.line(["accuracy at the end, by seeds", *finals])
 
 
 def plot() -> None:

@@ -85,7 +85,7 @@ def table() -> None:
     results = common.read_lines(RESULTS)
     constant = {(run["task"], run["seed"]): reached(run) for run in results if run["method"] == "constant"}
     common.table(["task", "method", "seeds", "samples to the level, median (range)",
-                  "against a constant, mean +- error", "not reached", "seconds", "in the end"])  # fmt: skip
+                  "against a constant, mean +- error", "not reached", "seconds", "at the end"])  # fmt: skip
     for task in TASKS:
         for method in METHODS:
             runs = [each for each in results if (each["task"], each["method"]) == (task, method)]

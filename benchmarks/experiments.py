@@ -209,7 +209,7 @@ def table(names: list[str]) -> None:
     for name in names or EXPERIMENTS:
         experiment = EXPERIMENTS[name]
         print(f"\n**{name}**\n")
-        common.table(["", "samples to 90 %", "right in the end, %", "KL in the end", f"{experiment.watch}, early, last",
+        common.table(["", "samples to 90 %", "right at the end, %", "KL at the end", f"{experiment.watch}, early, last",
                       "actor steps an iteration", "seconds", "diagnoses"])  # fmt: skip
         for run in experiment.runs:
             done = of(run, experiment.seeds)

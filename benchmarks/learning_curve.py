@@ -98,7 +98,7 @@ def draw_default() -> None:
     rows = of("default")
     last = [100 * row["evaluations"][-1][1] for row in rows]
     shares = f"{min(last):.0f} to {max(last):.0f} %"
-    title = f"All five seeds learn to sort digits: in the end {shares} of the answers to held-out prompts are right"
+    title = f"All five seeds learn to sort digits: at the end {shares} of the answers to held-out prompts are right"
     figure, axis = common.new_picture(title, 3.9)
     samples = [point[0] for point in rows[0]["evaluations"]]
     ends = []

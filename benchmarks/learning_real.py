@@ -252,7 +252,7 @@ def report() -> None:
     results = json.loads(RESULTS.read_text())
     common.table(["task", "seed", "side", *(f"{kind}, {when}" for kind in ("sampled", "greedy")
                                            for when in ("before", "after")),
-                  "KL in the end", "s an iteration", "diagnoses"])  # fmt: skip
+                  "KL at the end", "s an iteration", "diagnoses"])  # fmt: skip
     for name, run in sorted(results.items()):
         first, last = run["points"][0], run["points"][-1]
         kl = [row["objective/kl"] for row in run["rows"][-5:]]

@@ -39,7 +39,7 @@ COLUMNS = {  # metric: its name in projects.jsonl
     "ratio/first_dev": "first_dev", "ratio/advantage_std": "advantage_std",
     "debug/sampler_trainer_logprob_diff": "sampler_diff", "eval/accuracy": "eval_accuracy",
 }  # fmt: skip
-END = 2  # points at the end of a curve, whose mean is the number "in the end"
+END = 2  # points at the end of a curve, whose mean is the number "at the end"
 
 
 @dataclasses.dataclass
@@ -70,29 +70,29 @@ class Project:
     drawn: tuple[str, ...]  # metrics of the picture
 
 
-REWARD, RIGHT = Column("reward in the end", "reward"), Column("right in the end, %", "accuracy", form=".1%")
-KL = Column("KL in the end, nats", "kl", form=".1f")
-SECONDS = Column("seconds of CPU", "seconds", form="d")
+REWARD, RIGHT = Column("reward at the end", "reward"), Column("right at the end, %", "accuracy", form=".1%")
+KL = Column("KL at the end, nats", "kl", form=".1f")
+SECONDS = Column("CPU seconds", "seconds", form="d")
 PROJECTS = {
     "lambda": Project("Lambda on dense rewards", [Column("reward after 30 iterations", "reward", 30), REWARD, RIGHT],
                       ("reward", "explained")),
     "critic": Project("Critic or group", [Column("reward after 40 iterations", "reward", 40), REWARD, SECONDS],
                       ("reward", "explained")),
     "kl": Project("KL in the reward or in the loss",
-                  [REWARD, RIGHT, KL, Column("deviation of the advantages", "advantage_std")], ("reward", "kl")),
+                  [REWARD, RIGHT, KL, Column("standard deviation of the advantages", "advantage_std")], ("reward", "kl")),
     "epochs": Project("Epochs and clip",
                       [REWARD, RIGHT, Column("approx_kl, iterations 6 to 10", "approx_kl", 10, ".3f"), SECONDS],
                       ("reward", "approx_kl")),
     "length": Project("A length penalty",
                       [REWARD, RIGHT, Column("tokens, iterations 6 to 10", "tokens", 10, ".1f"),
-                       Column("tokens in the end", "tokens", form=".1f")], ("reward", "tokens")),
+                       Column("tokens at the end", "tokens", form=".1f")], ("reward", "tokens")),
     "hack": Project("A hacked reward",
                     [REWARD, RIGHT, Column("right, greedy, %", "greedy_accuracy after", form=".1%"), KL],
                     ("reward", "accuracy")),
     "sampler": Project("Old log-probs of a sampler in bfloat16",
-                       [Column("distance of log-probs", "sampler_diff", form=".3f"),
+                       [Column("distance between log-probs", "sampler_diff", form=".3f"),
                         Column("distance of the first ratio from 1", "first_dev", form=".3f"),
-                        Column("clipfrac in the end", "clipfrac"), REWARD, RIGHT], ("reward", "first_dev")),
+                        Column("clipfrac at the end", "clipfrac"), REWARD, RIGHT], ("reward", "first_dev")),
     "curriculum": Project("A curriculum",
                           [*(Column(f"after {n} iterations, %", "eval_accuracy", n + MEAN_OF, ".1%")
                              for n in (40, 60, 80)),

@@ -91,27 +91,27 @@ def test_the_answers_show_what_the_data_says(name):
     assert int(overview[1]) == projects.minutes(name, SEEDS)
 
 
-SHOWN = """lambda, right in the end: at the end, lambda 0 < at the end, lambda 1 ~ dense, lambda 1 < dense, lambda 0.5
-lambda, right in the end: dense, lambda 0.5 ~ dense, lambda 0
-lambda, reward in the end: at the end, lambda 1 ~ dense, lambda 1 < dense, lambda 0
+SHOWN = """lambda, right at the end: at the end, lambda 0 < at the end, lambda 1 ~ dense, lambda 1 < dense, lambda 0.5
+lambda, right at the end: dense, lambda 0.5 ~ dense, lambda 0
+lambda, reward at the end: at the end, lambda 1 ~ dense, lambda 1 < dense, lambda 0
 critic, reward after 40 iterations: groups of four < constant baseline < critic
-critic, reward in the end: groups of four < constant baseline < critic
-kl, KL in the end: in the loss, k2, 0.4 < in the reward, 0.08 < in the loss, k3, 0.08
-kl, KL in the end: in the reward, 0.08 < in the loss, k2, 0.08
-kl, reward in the end: in the loss, k2, 0.08 ~ in the loss, k3, 0.08
-kl, right in the end: in the loss, k2, 0.08 ~ in the loss, k3, 0.08
-epochs, reward in the end: 8 epochs, not clipped < 2 epochs, not clipped < 2 epochs, clipped < 8 epochs, clipped
+critic, reward at the end: groups of four < constant baseline < critic
+kl, KL at the end: in the loss, k2, 0.4 < in the reward, 0.08 < in the loss, k3, 0.08
+kl, KL at the end: in the reward, 0.08 < in the loss, k2, 0.08
+kl, reward at the end: in the loss, k2, 0.08 ~ in the loss, k3, 0.08
+kl, right at the end: in the loss, k2, 0.08 ~ in the loss, k3, 0.08
+epochs, reward at the end: 8 epochs, not clipped < 2 epochs, not clipped < 2 epochs, clipped < 8 epochs, clipped
 epochs, approx_kl: 8 epochs, clipped ~ 2 epochs, not clipped < 8 epochs, not clipped
-length, reward in the end: 0.1 per token < 0.1, right answers only < 0.03 per token ~ 0.01 per token ~ no penalty
-length, right in the end: 0.03 per token ~ no penalty
-length, right in the end: 0.01 per token ~ no penalty
+length, reward at the end: 0.1 per token < 0.1, right answers only < 0.03 per token ~ 0.01 per token ~ no penalty
+length, right at the end: 0.03 per token ~ no penalty
+length, right at the end: 0.01 per token ~ no penalty
 length, tokens, iterations 6: 0.1 per token < 0.03 per token < no penalty
-hack, right in the end: hole, KL x 0.001 < hole, KL x 0.03 ~ hole, KL x 0.1 < repaired, KL x 0.001
+hack, right at the end: hole, KL x 0.001 < hole, KL x 0.03 ~ hole, KL x 0.1 < repaired, KL x 0.001
 hack, right, greedy: hole, KL x 0.001 < hole, KL x 0.03 < hole, KL x 0.1
-hack, KL in the end: hole, KL x 0.03 < repaired, KL x 0.001 < hole, KL x 0.001
-sampler, reward in the end: 4 bits, of the sampler < 4 bits, recomputed ~ bfloat16, recomputed
-sampler, reward in the end: bfloat16, of the sampler ~ bfloat16, recomputed
-sampler, right in the end: bfloat16, of the sampler ~ bfloat16, recomputed ~ 4 bits, recomputed
+hack, KL at the end: hole, KL x 0.03 < repaired, KL x 0.001 < hole, KL x 0.001
+sampler, reward at the end: 4 bits, of the sampler < 4 bits, recomputed ~ bfloat16, recomputed
+sampler, reward at the end: bfloat16, of the sampler ~ bfloat16, recomputed
+sampler, right at the end: bfloat16, of the sampler ~ bfloat16, recomputed ~ 4 bits, recomputed
 curriculum, after 60: five digits only < curriculum < mixture of two to five
 curriculum, after 80: five digits only < mixture of two to five < curriculum
 curriculum, after 100 iterations: five digits only < mixture of two to five < curriculum""".splitlines()
