@@ -135,7 +135,7 @@ def script(run: Run) -> str:
     path = common.patched_script(run.patch) if run.patch else ROOT / "ppo_llm.py"
     text = path.read_text()
     if run.edit == "critic after actor":
-        first, second, rest = (text.index(f"        # --- {name}") for name in ("Critic", "Actor", "New weights"))
+        first, second, rest = (text.index(f"        # --- {name}") for name in ("Critic", "Actor", "The sampler"))
         return text[:first] + text[second:rest] + text[first:second] + text[rest:]
     if run.edit:
         old, new = EDITS[run.edit]

@@ -41,6 +41,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("ppo", SCRIPTS[:1] if first_only else SCRIPTS, indirect=True)
 
 
+def slow_but(quick, names):
+    """Parameters of a test. It is slow with all of them but those that are quick."""
+    assert set(quick) < set(names)
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from check_model import differences, patched_module, randomised
-from conftest import ROOT
+from conftest import ROOT, slow_but
 from distributed_worker import run_on_ranks
 from test_forks import run
 
@@ -76,9 +76,7 @@ FAMILIES = {  # name: (model_type, changes of SIZES). Those of QUICK run in ever
     "mimo, heads that differ by layer": ("mimo_v2_flash", MIXED | dict(
         swa_num_key_value_heads=4, v_head_dim=8, swa_head_dim=8, swa_v_head_dim=8)),
 }  # fmt: skip
-QUICK = ["qwen3", "mistral, window", "gemma 2 without its last soft cap", "gemma 3", "gemma 4, keys shared by layers",
-         "olmo 2", "phi 4 mini", "granite", "cohere 2", "gpt 2", "qwen3 mixture", "gpt-oss, sinks",
-         "deepseek v3"]  # fmt: skip
+QUICK = ["mistral, window", "gemma 3", "gemma 4, keys shared by layers", "qwen3 mixture", "gpt-oss, sinks"]
 NO_CAUSAL = "not causal attention in every layer"
 NO_HEAD = "its head has a bias or a soft cap"
 REFUSED = {
@@ -117,11 +115,7 @@ def checkpoint_of(config, folder, auto=transformers.AutoModelForCausalLM, **savi
     return folder
 
 
-def slow_unless_quick(names):
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", slow_unless_quick(FAMILIES))
+@pytest.mark.parametrize("name", slow_but(QUICK, FAMILIES))
 def test_a_family_is_that_of_transformers(patched, tmp_path, name):
     """Log-probs, entropies, values and gradients of packed samples, decoding in waves and turns, and the export."""
     found = differences(patched, checkpoint_of(family_config(name), tmp_path / "in"), tmp_path)

@@ -278,6 +278,7 @@ def reward(prompt, response, row):
 
 
 @pytest.mark.both
+@pytest.mark.slow
 def test_what_reward_functions_do(ppo, tmp_path):
     """They change the directory and their row, fork processes, and raise while others hang: this ends the process."""
     (tmp_path / "judge.py").write_text(JUDGE)

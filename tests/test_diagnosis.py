@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conftest import slow_but
 from test_train import changed, record
 
 pytestmark = pytest.mark.shared
@@ -112,7 +113,7 @@ def test_first_ratio_of_the_run_that_is_not_1_ends_it(ppo, tmp_path, name):
         broken(ppo, tmp_path, *MISMATCHES[name])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32"], ["float32", "bfloat16"]))
 def test_healthy_run_with_the_defaults_is_silent(ppo, tmp_path, dtype):
     names = ("env_id", "kl_coef", "rollout_batch_size", "train_batch_size", "max_new_tokens")
     defaults = {name: getattr(ppo.Args(), name) for name in names}

@@ -14,7 +14,7 @@ import exercise_rules
 import plant_faults
 import pytest
 import tyro
-from conftest import ROOT
+from conftest import ROOT, slow_but
 
 pytestmark = pytest.mark.shared
 SCRIPT = exercise.SCRIPT.read_text()
@@ -42,7 +42,7 @@ def test_the_script_keeps_all_rules():
         assert f"All {len(exercise_rules.RULES[name])} rules hold" in said
 
 
-@pytest.mark.parametrize("name", exercise.BLANKS)
+@pytest.mark.parametrize("name", slow_but(["kl", "gae", "surrogate", "packing"], exercise.BLANKS))
 def test_a_blank_is_named_as_not_written_and_its_solution_passes(name):
     text = exercise.blank_text(name)
     broken, said = broken_rules(name, text)
@@ -188,7 +188,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", exercise.BLANKS)
+@pytest.mark.parametrize("name", slow_but(["kl", "gae", "value"], exercise.BLANKS))
 def test_typical_mistakes_are_named(name):
     assert len(WRONG[name]) >= 2
     for mistake, part in WRONG[name]:
@@ -230,7 +230,7 @@ def test_what_check_says_of_mistakes_of_other_kinds():
         assert said.count("NameError") <= 1
 
 
-@pytest.mark.parametrize("letter", exercise_bugs.BUGS)
+@pytest.mark.parametrize("letter", slow_but("AEGX", exercise_bugs.BUGS))
 def test_the_check_of_a_bug_sees_it_and_nothing_else(letter):
     bug, said = exercise_bugs.BUGS[letter], []
     sick = exercise.load("exercise.py", exercise.bug_text(letter))

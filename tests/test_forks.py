@@ -108,6 +108,7 @@ def test_the_guide_lists_the_patches_their_sizes_and_the_scripts_they_apply_to(t
         assert apply([name], tmp_path, "ppo_llm_continuous_batching") == (both == "yes"), name
 
 
+@pytest.mark.slow
 def test_pairs_apply_and_compile_but_for_those_of_the_guide(tmp_path):
     for pair in itertools.permutations(PATCHES, 2):
         applies = apply(pair, tmp_path)

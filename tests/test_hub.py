@@ -66,6 +66,7 @@ def hub(tmp_path, monkeypatch):
     server.shutdown()
 
 
+@pytest.mark.slow
 def test_what_is_needed_is_downloaded_once_and_the_cache_does_without_the_hub(ppo, hub, tmp_path, monkeypatch):
     flags = dict(model="org/tiny@v1", max_prompt_tokens=64, max_new_tokens=8, num_iterations=1)
     command = torchrun(2, ppo.__file__, *flags_of(**flags, critic_model=tmp_path / "in"))

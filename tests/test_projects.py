@@ -9,7 +9,7 @@ import gymnasium as gym
 import pytest
 import torch
 import tyro
-from conftest import ROOT
+from conftest import ROOT, slow_but
 from test_forks import experiences, train
 
 pytestmark = pytest.mark.shared
@@ -39,7 +39,7 @@ def flags_of(run):
     return shlex.split(run.command)[2:]
 
 
-@pytest.mark.parametrize("patch", [None, *PATCHED])
+@pytest.mark.parametrize("patch", slow_but([None], [None, *PATCHED]))
 def test_the_commands_of_the_page_are_valid(patch, tmp_path, monkeypatch):
     """Flags are those of the script with its patch, environments are those of the page."""
     runs = [run for run in RUNS if run.patches == ((patch,) if patch else ())]
