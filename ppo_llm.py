@@ -156,7 +156,7 @@ class Args:
 
     # --- Rollout
 
-    num_iterations: int = 270  # number of iterations, each a rollout and the updates on it
+    num_iterations: int = 200  # number of iterations, each a rollout and the updates on it
     rollout_batch_size: int = 256  # number of prompts per rollout, on all ranks together
     n_samples_per_prompt: int = 1  # number of episodes per prompt
     rollout_slots: int = 256  # maximum number of episodes that a rank decodes at once

@@ -27,19 +27,19 @@ from common import BLUE, INK, ORANGE, RED, ROOT
 from experiments import MEAN_OF, SAMPLES, mean_columns
 
 RESULTS = common.DATA / "learning_curve.jsonl"
-DENSE = "--env-id benchmarks.tasks:Dense-v0 --max-new-tokens 7 --kl-coef 0.02 --gamma 0.5"
+DENSE = "--env-id benchmarks.tasks:Dense-v0 --num-iterations 270 --max-new-tokens 7 --kl-coef 0.02 --gamma 0.5"
 TASKS = {  # {task: {run: flags}}
     "default": {"default": "--eval-every 20"},
     "sequences": {
         "dense": DENSE,
         "dense, constant baseline": f"{DENSE} --critic-epochs 0",
-        "at the end": "--env-id benchmarks.tasks:AtEnd-v0 --max-new-tokens 7 --kl-coef 0.02",
+        "at the end": "--env-id benchmarks.tasks:AtEnd-v0 --num-iterations 270 --max-new-tokens 7 --kl-coef 0.02",
     },
-    "guess": {"guess": "--env-id benchmarks.tasks:Guess-v0 --max-new-tokens 24"},
+    "guess": {"guess": "--env-id benchmarks.tasks:Guess-v0 --num-iterations 270 --max-new-tokens 24"},
 }
 SEEDS = {"default": range(1, 6), "sequences": range(1, 4), "guess": range(1, 4)}
 COLUMNS = {"objective/reward": "reward", "objective/accuracy": "accuracy", "objective/response_tokens": "tokens"}
-SHOWN = 1, 40, 270  # iterations whose first logged sample is shown
+SHOWN = 1, 40, 200  # iterations whose first logged sample is shown
 BINARY_SEARCH = 2.625  # guesses on average: 1, 2, 4 and 1 of 8 numbers are found at the first to the fourth guess
 
 
