@@ -1,6 +1,6 @@
 r"""PPO for language models, in one file and in plain PyTorch.
 
-    # A tiny model learns to sort digits, in two to three minutes on a CPU.
+    # A tiny model learns to sort digits, in about two minutes on a CPU.
     python ppo_llm.py
 
     # Qwen2.5-Coder-0.5B-Instruct learns to solve word problems, on one GPU of 80 GB.

@@ -7,7 +7,7 @@
     python benchmarks/cases.py table                 # numbers of all runs
     python benchmarks/cases.py plot                  # pictures/case_NAME.png
 
-A run is a command of ppo_llm.py that a reader can type, and takes two to three minutes of one core.
+A run is a command of ppo_llm.py that a reader can type, and takes about two minutes of one core.
 """
 
 import dataclasses
