@@ -178,8 +178,8 @@ class Args:
     # on GPUs of 80 GB set 16384 or more
     micro_batch_tokens: int = 4096
     ppo_epochs: int = 2  # number of epochs that the actor is trained on each rollout
-    # number of epochs that the critic is trained on each rollout; 0: there is no critic, all values
-    # are 0, and a --gae-lambda below 1 discounts the rewards; default: --ppo-epochs
+    # number of epochs that the critic is trained on each rollout; 0: no critic, and an advantage is
+    # the sum of later rewards, discounted by gamma * lambda, minus the mean; default: --ppo-epochs
     critic_epochs: int | None = None
     # learning rate of the actor at the start; default: 1e-5 if --model is given, else 5e-4
     actor_lr: float | None = None
@@ -242,7 +242,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere."""
+    """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere.
+
+    If the standard deviation of x is below 1e-3, that of the result is visibly below 1.
+    """
     centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
     return centered * torch.rsqrt(variance + 1e-8)  # 1e-8: finite even if x is constant
@@ -251,9 +254,10 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Estimates of KL(pi || pi_ref) from sampled tokens: http://joschu.net/blog/kl-approx.html.
 
-    In expectation over samples of pi, the gradient of k1 is 0, that of k2 is the gradient of
-    KL(pi || pi_ref), and that of k3 is the gradient of KL(pi_ref || pi). The samples are of pi_old,
-    so the training loop weights a KL in the loss by pi / pi_old.
+    In the reward, k1 penalizes the KL of a token and of all later ones. As a term of the loss, k1
+    is useless: the expectation of its gradient is 0 over samples of pi. That of k2 is the gradient
+    of KL(pi || pi_ref), and that of k3 is the gradient of KL(pi_ref || pi), both of the token
+    alone. The samples are of pi_old, so the loop weights a KL in the loss by pi / pi_old.
     """
     logratio = logprobs - ref_logprobs
     if kind == "k1":
@@ -580,8 +584,8 @@ class Experience:
     def microbatch(self, rows: Tensor, device: str) -> Microbatch:
         """The samples `rows` [B], cropped to the longest of them, on the device.
 
-        `rows` may be empty. FSDP's forward pass needs every rank, so a rank without samples gets
-        the first token of sample 0. It is a prompt's and not in the mask, so its loss is 0.
+        `rows` may be empty. FSDP needs the forward and backward pass of every rank. A rank without
+        samples therefore gets one token of a prompt, which is not in the mask: its loss is 0.
         """
         lengths = self.lengths[rows]
         if len(rows) == 0:
@@ -645,9 +649,9 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     experience = Experience.from_episodes(episodes)
     mask = experience.mask
 
-    # --- Log-probs. Actor, reference and critic score the samples in the same microbatches that the
-    # first epoch will use. What else is in a batch changes a result by rounding. So the same
-    # batches give the same log-probs: the first ratio is exactly 1, in every precision.
+    # --- Log-probs. Actor, reference and critic score the samples in the microbatches of the first
+    # epoch. The last bits of a result depend on what else is in its batch. With the same batches,
+    # the first ratio is exactly 1, in every precision.
     first_epoch = minibatch_rows(experience, 0, state, args)
     experience.old_logprobs = experience.sampler_logprobs  # those of the actor, up to rounding
     if args.recompute_old_logprobs:
