@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,31 @@ def test_the_loop_of_the_front_page_is_that_of_the_script():
     script = iter((ROOT / "ppo_llm.py").read_text().splitlines())
     for line in excerpt.splitlines():
         assert line.strip() == "..." or f"    {line}" in script, line
+
+
+def test_the_plan_on_the_pages_is_that_of_the_defaults(ppo, capsys):
+    args = ppo.complete(ppo.Args(device="cpu"))
+    ppo.print_plan(args, ppo.plan_steps(args), *[[types.SimpleNamespace(unwrapped=None)]] * 2)
+    printed = capsys.readouterr().out.splitlines()
+    [whole] = re.findall(r"```\n(  models .*?)```", (ROOT / "docs" / "reading_a_run.md").read_text(), re.DOTALL)
+    assert whole.splitlines() == printed
+    [part] = re.findall(r"```\n(  rollout .*?)  \.\.\.\n", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert set(part.splitlines()) <= set(printed)
+    for page in "README.md", "docs/reading_a_run.md":
+        [iterations] = re.findall(r"(?m)^\d+/(\d+): reward", (ROOT / page).read_text())
+        assert int(iterations) == args.num_iterations
+
+
+def test_the_defaults_beside_those_of_other_projects(ppo):
+    rows = re.findall(r"(?m)^\| (`.*?) \| ", (ROOT / "docs" / "coming_from.md").read_text())
+    args = vars(ppo.Args()) | {name: with_model for name, (_, with_model) in ppo.DEFAULTS.items()}
+    found = [
+        (name, number)
+        for row in rows
+        for names, number in re.findall(r"((?:`\w+`, )*`\w+`) = ([\d.e-]*\d)(?![\d.]| /)", row)
+        for name in re.findall(r"\w+", names)
+    ]
+    assert len(found) >= 18 and {name: args[name] for name, _ in found} == {name: float(x) for name, x in found}
 
 
 def test_the_lengths_that_the_front_page_names():
