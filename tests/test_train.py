@@ -68,7 +68,7 @@ def record(ppo, folder, tensorboard=False, **flags):
                 run.weights.append({key: weights(model) for key, model in models().items() if model})
             if name == "make_optimizer":
                 key = "actor" if call["model"].head == "lm" else "critic"
-                norm = lambda: float(flat(p.grad for p in call["model"].parameters()).norm())
+                norm = lambda: float(flat(p.grad for p in call["model"].parameters() if p.grad is not None).norm())
                 step = lambda *_: run.steps.append((key, result.param_groups[0]["lr"], norm()))
                 result.register_step_post_hook(step)
             return result
