@@ -5,7 +5,7 @@
     python benchmarks/learning_curve.py sequences      # three seeds of three runs, half an hour
     python benchmarks/learning_curve.py guess          # three seeds, ten minutes
     python benchmarks/learning_curve.py read runs/table/CODE/*/line.json    # adds runs that table.py has made
-   python benchmarks/learning_curve.py plot           # prints tables and draws pictures of the runs that are there
+    python benchmarks/learning_curve.py plot           # prints tables and draws pictures of the runs that are there
 
 Adds the runs to data/learning_curve.jsonl, where the newest run of a seed counts. Draws pictures/learning_curve.png,
 sequences.png and guess_number.png. The runs of the default task evaluate every 20 iterations, which does not change the
@@ -106,7 +106,7 @@ def draw_default() -> None:
         curves = [[point[kind] for point in row["evaluations"]] for row in rows]
         ends.append((common.draw_seeds(axis, samples, curves, color), label, color))
     median = [statistics.median(row["evaluations"][i][1] for row in rows) for i in range(len(samples))]
-    places = (17_000, 0.13), (27_000, 0.45), (51_000, 0.68)
+    places = (12_500, 0.13), (21_000, 0.45), (38_000, 0.68)
     for (iteration, prompt, response, reward), place in zip(rows[0]["samples"], places):
         text = f"iteration {iteration}\n{prompt}{response}\nreward {reward:.1f}"
         point = iteration * SAMPLES, np.interp(iteration * SAMPLES, samples, median)
