@@ -7,7 +7,7 @@
 
 Prints what differs in the flags, a line for each metric, the first metric that leaves its band and where, and at last
 `inside` or `outside`. Draws runs/mine/compare.png. A run may be unfinished. A point of a curve is the mean of a
-fiftieth of the run, of some metrics the geometric one.
+fortieth of the run, of some metrics the geometric one.
 
 The band around the mean of the reference runs has two parts. One is WIDTH standard deviations of a run, from one seed
 to another. The other is SHARE times the range of the mean over the run, because a few reference runs may be closer to
@@ -57,7 +57,7 @@ def read(folder: Path, n: int | None = None) -> dict:
 
 
 def iterations_of_a_point(args: dict) -> int:
-    return max(1, args["num_iterations"] // 50)
+    return max(1, args["num_iterations"] // 40)
 
 
 def differences(args: dict, reference: dict) -> list[str]:
