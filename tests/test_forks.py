@@ -188,6 +188,29 @@ def test_group_normalised(patch, tmp_path):
             torch.testing.assert_close(e.advantages[rows], expected[:, None] * e.mask[rows], atol=1e-4, rtol=1e-4)
 
 
+def test_group_normalised_leaves_samples_without_a_reward_out_of_their_group(tmp_path):
+    def forget(ppo):
+        from_episodes = ppo.Experience.from_episodes
+
+        def without_rewards(episodes):
+            for episode in [*episodes[::5], *episodes[1:4]]:  # of the first group all four
+                episode.mask, episode.rewards = [False] * len(episode.mask), [0.0] * len(episode.rewards)
+            return from_episodes(episodes)
+
+        ppo.Experience.from_episodes = without_rewards
+
+    ppo, _, _ = run("group_normalised", tmp_path, forget, n_samples_per_prompt=4)
+    for e in experiences(ppo):
+        rewards = torch.where(e.mask, e.rewards - 0.1 * (e.old_logprobs - e.ref_logprobs), 0.0).sum(1).view(8, 4)
+        scored, advantages = e.mask.any(1).view(8, 4), e.advantages.amax(1) + e.advantages.amin(1)  # one of them is 0
+        assert scored.sum(1).tolist() == [0, 3, 3, 3, 4, 3, 3, 3]
+        for own, group, found in zip(scored[1:], rewards[1:], advantages.view(8, 4)[1:]):
+            expected = (group[own] - group[own].mean()) / (group[own].std() + 1e-4)
+            torch.testing.assert_close(found[own], expected, atol=1e-4, rtol=1e-4)
+            assert not found[~own].any()
+        assert not advantages[:4].any()
+
+
 def test_group_normalised_learns_nothing_from_equal_rewards(tmp_path):
     """The mean of eight times 0.6 differs from 0.6 by rounding, that of eight ones does not differ from 1."""
     first = ppo_llm.first_training_seed(ppo_llm.Args(), ppo_llm.SortDigits())
