@@ -125,7 +125,7 @@ ROWS = {
             "at the end": Run(SEQUENCES["at the end"]),
             "critic, no discount": Run(SEQUENCES["dense"].replace(" --gamma 0.5", "")),
             "constant, no discount": Run(SEQUENCES["dense, constant baseline"].replace(" --gamma 0.5", ""), minutes=2),
-        }, ("after", "greedy_after"), seeds=3, against=("constant", "after", "difference")),
+        }, ("after", "greedy_after"), against=("constant", "after", "difference")),
     "turns": Row(
         "Binary search is learned in several turns",
         {"critic": Run(GUESS, minutes=5, make="guess_number", typed=f"python ppo_llm.py {GUESS} --seed SEED")},
