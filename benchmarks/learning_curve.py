@@ -2,15 +2,14 @@
 
     python benchmarks/learning_curve.py                # the default task, five seeds, ten minutes of one core
     python benchmarks/learning_curve.py default 1 3    # some seeds
-    python benchmarks/learning_curve.py sequences      # three seeds of three runs, half an hour
+    python benchmarks/learning_curve.py sequences      # five seeds of three runs, half an hour
     python benchmarks/learning_curve.py guess          # three seeds, ten minutes
     python benchmarks/learning_curve.py read runs/table/CODE/*/line.json    # adds runs that table.py has made
     python benchmarks/learning_curve.py plot           # prints tables and draws pictures of the runs that are there
 
 Adds the runs to data/learning_curve.jsonl, where the newest run of a seed counts. Draws pictures/learning_curve.png,
 sequences.png and guess_number.png. The runs of the default task evaluate every 20 iterations, which does not change the
-training. The repository has no runs of sequences and guess, because they were not kept. Until there are some, their
-curves are those that were read off earlier drawings, in data/learning_earlier.json.
+training.
 """
 
 import json
@@ -37,7 +36,7 @@ TASKS = {  # {task: {run: flags}}
     },
     "guess": {"guess": "--env-id benchmarks.tasks:Guess-v0 --num-iterations 270 --max-new-tokens 24"},
 }
-SEEDS = {"default": range(1, 6), "sequences": range(1, 4), "guess": range(1, 4)}
+SEEDS = {"default": range(1, 6), "sequences": range(1, 6), "guess": range(1, 4)}
 COLUMNS = {"objective/reward": "reward", "objective/accuracy": "accuracy", "objective/response_tokens": "tokens"}
 SHOWN = 1, 40, 200  # iterations whose first logged sample is shown
 BINARY_SEARCH = 2.625  # guesses on average: 1, 2, 4 and 1 of 8 numbers are found at the first to the fourth guess
@@ -120,9 +119,8 @@ def draw_default() -> None:
 
 
 def curves_of(name: str, column: str) -> list[list[float]]:
-    """The curves of a run, one for each seed. Without stored runs, they are those of an earlier drawing."""
-    earlier = json.loads((common.DATA / "learning_earlier.json").read_text())
-    return [row["columns"][column] for row in of(name)] or earlier[name][column]
+    """The curves of a run, one for each seed."""
+    return [row["columns"][column] for row in of(name)]
 
 
 def draw_sequences() -> None:
