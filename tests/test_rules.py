@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conftest import slow_but
 from distributed_worker import on_call, run_on_ranks
 from environments import TextEnv, gym
 from test_bad_input import main, refuse
@@ -712,7 +713,10 @@ def test_a_tensor_as_denominator_is_refused(ppo):
 # --- Diagnosis in bfloat16
 
 
-@pytest.mark.parametrize("name", ["healthy", "tiny learning rate", "gradient of 0", "recomputed old log-probs"])
+IN_BFLOAT16 = ["healthy", "tiny learning rate", "gradient of 0", "recomputed old log-probs"]
+
+
+@pytest.mark.parametrize("name", slow_but(IN_BFLOAT16[:2], IN_BFLOAT16))
 def test_a_ratio_that_stays_at_1_is_named_in_bfloat16_too(ppo, tmp_path, name):
     """Although rounding moves it in the second epoch, whose microbatches are others."""
     flags, cause, *fault = FAULTS[name]
