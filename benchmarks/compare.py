@@ -10,10 +10,10 @@ Prints what differs in the flags, a line for each metric, the first metric that 
 fortieth of the run, of some metrics the geometric one.
 
 The band around the mean of the reference runs has two parts. One is WIDTH standard deviations of a run, from one seed
-to another. The other is SHARE times the range of the mean over the run, because a few reference runs may be closer to
-each other than seeds usually are. Numbers below those of SMALLEST count as equal to them: they all mean that the policy
-hardly moves, and late in a run they differ by large factors. `check` compares each reference run with the others, and
-further runs with all of them.
+to another. The other is SHARE times the range of the mean over the run, but at least LEVEL times its largest value,
+because a few reference runs may be closer to each other than seeds usually are. Numbers below those of SMALLEST count
+as equal to them: they all mean that the policy hardly moves, and late in a run they differ by large factors. `check`
+compares each reference run with the others, and further runs with all of them.
 """
 
 import json
@@ -31,7 +31,7 @@ LOGARITHMIC = ("actor/approx_kl", "actor/grad_norm", "critic/value_loss")
 MAY_DIFFER = ("seed", "run_name", "log_dir", "resume", "save_every", "eval_every", "eval_episodes", "track",
               "wandb_project", "rollout_slots", "micro_batch_tokens", "compile", "device")  # fmt: skip
 SMALLEST = {"actor/approx_kl": 0.003, "actor/clipfrac": 0.01}
-WIDTH, SHARE = 4.25, 0.1  # Of 600 normal numbers one is 4.25 standard deviations off in 1 % of all runs.
+WIDTH, SHARE, LEVEL = 4.25, 0.1, 0.01  # Of 600 normal numbers one is 4.25 standard deviations off in 1 % of all runs.
 
 
 def read_args(folder: Path) -> dict:
@@ -65,8 +65,11 @@ def differences(args: dict, reference: dict) -> list[str]:
             for name, value in reference.items() if args.get(name) != value]  # fmt: skip
 
 
-def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and half the width of the band, [points], of the curves [runs, points]."""
+def band(curves: np.ndarray, level: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and half the width of the band, [points], of the curves [runs, points].
+
+    `level` is a share of the largest mean, by which the band is wider at least.
+    """
     mean = curves.mean(axis=0)
     # The deviation at a point is estimated from five points, as a few runs say little about it.
     variance = curves.var(axis=0, ddof=1)
@@ -75,7 +78,8 @@ def band(curves: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     N = len(curves)
     variance *= (1 + 1 / N) * (N + 1) / (N - 1)  # The mean and the deviation of a few runs are uncertain.
     present = mean[~np.isnan(mean)]
-    return mean, WIDTH * np.sqrt(variance) + SHARE * (np.ptp(present) if len(present) else 0.0) + 1e-4
+    least = max(SHARE * np.ptp(present), level * np.abs(present).max()) if len(present) else 0.0
+    return mean, WIDTH * np.sqrt(variance) + least + 1e-4
 
 
 def at_least_smallest(name: str, points) -> np.ndarray:
@@ -91,7 +95,7 @@ def compare(mine: dict, references: list[dict], names=METRICS) -> dict:
     for name in names:
         curves = at_least_smallest(name, [run["points"][name] for run in references])
         curve = at_least_smallest(name, mine["points"][name])[: curves.shape[1]]
-        mean, width = band(curves)
+        mean, width = band(curves, 0.0 if name in LOGARITHMIC else LEVEL)
         distance = np.abs(curve - mean[: len(curve)])
         outside = ~(distance <= width[: len(curve)]) & ~np.isnan(mean[: len(curve)])
         first = int(outside.argmax()) if outside.any() else None
