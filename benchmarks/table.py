@@ -27,6 +27,7 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import inspect
 import json
@@ -145,6 +146,13 @@ ROWS = {
             "SIGTERM": Run(make="resumed_beside_uninterrupted", argument=signal.SIGTERM, minutes=1.5),
             "SIGKILL": Run(make="resumed_beside_uninterrupted", argument=signal.SIGKILL, minutes=1.5),
         }, ("other_metrics", "other_responses", "other_weights"), seeds=1, unit="runs", statistic="worst"),
+    "pages": Row(
+        "Runs of three pages, made again", {
+            name: Run(make="made_again", argument=name, minutes=minutes)
+            for name, minutes in {"course": 10, "exercises": 14, "projects": 32}.items()
+        }, ("runs", "compared", "other_numbers"), seeds=1, statistic="worst",
+        files=tuple(f"benchmarks/{name}" for page in ("course", "exercises", "projects")
+                    for name in (f"{page}.py", f"data/{page}.jsonl"))),
     "faults": Row(
         "Planted mistakes that make a test fail",
         {"all": Run(make="planted_faults", minutes=12, typed="python tests/plant_faults.py")},
@@ -204,7 +212,8 @@ NUMBERS = {  # name: (what `show` calls it, factor, digits after the point or a 
     "reward_by_number": ("mean reward, 64 episodes for each number", 1, 3),
     "iteration_seconds": ("seconds per iteration", 1, 2), "ratio": ("ratio", 1, 2),
     "other_metrics": ("metrics that differ", 1, 0), "other_responses": ("responses that differ", 1, 0),
-    "other_weights": ("weights that differ", 1, 0), "killed": ("killed", 1, 0), "planted": ("planted", 1, 0),
+    "other_weights": ("weights that differ", 1, 0), "runs": ("runs", 1, 0), "compared": ("numbers", 1, 0),
+    "other_numbers": ("numbers that differ", 1, 0), "killed": ("killed", 1, 0), "planted": ("planted", 1, 0),
     "metrics_differ_by": ("largest difference of a metric", 1, ".1e"),
     "weights_differ_by": ("largest difference of a weight", 1, ".1e"),
     "whole iteration_ratio": ("TRL's time / ours, whole iteration", 1, 2),
@@ -477,6 +486,32 @@ def resumed_beside_uninterrupted(job: Job) -> dict:
         "other_responses": sum(a != b for a, b in zip(one[1], other[1], strict=True)),
         "other_weights": sum(int((one[2][name] != other[2][name]).sum()) for name in one[2]),
     }
+
+
+def made_again(job: Job) -> dict:
+    """The runs of a page with this seed, made again: how many results differ from those in the page's data file."""
+    page = importlib.import_module(job.run.argument)
+    wanted = {key: key for key in page.results() if key[-1] == job.seed}
+    if job.run.argument == "projects":
+        wanted = {run.key(job.seed): (run, job.seed) for name in page.PROJECTS for run in page.runs(name)}
+    make = page.measure if job.run.argument == "projects" else page.execute
+    compared, others = 0, []
+    for key, arguments in list(wanted.items())[: 1 if job.smoke else None]:
+        old, new = (leaves(line) for line in (page.results()[key], json.loads(json.dumps(make(*arguments)))))
+        names = [name for name in old | new if name[0] not in ("seconds", "project", "variant")]
+        differ = [name for name in names if old.get(name) != new.get(name)]
+        compared += len(names)
+        others += differ
+        print(*key, f"{len(differ)} of {len(names)} results differ", differ[:3], file=sys.stderr, flush=True)
+    return {"runs": len(wanted), "compared": compared, "other_numbers": len(others)}
+
+
+def leaves(value, name: tuple = ()) -> dict[tuple, object]:
+    """Numbers and texts in nested lists and dictionaries, by their places."""
+    if not isinstance(value, list | dict):
+        return {name: str(value)}  # a nan is itself
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    return {place: leaf for key, part in pairs for place, leaf in leaves(part, (*name, key)).items()}
 
 
 def planted_faults(job: Job) -> dict:
