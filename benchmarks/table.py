@@ -5,13 +5,13 @@
     python benchmarks/table.py --seeds 1 2              # only these seeds, pairs or parts
     python benchmarks/table.py list                     # prints the rows, their runs and the minutes that they need
     python benchmarks/table.py stale                    # prints which runs are missing, and which are of other code
-    python benchmarks/table.py show                     # prints the table as markdown
+    python benchmarks/table.py show                     # prints the table, without runs of other code
     python benchmarks/table.py run sums TRL 1           # makes one run, prints its numbers, and keeps nothing
 
 A finished run appends a line to data/table.jsonl. A run whose line is there is not made again, so the command can be
 interrupted and repeated, and runs of several days add up. A line counts as long as the code is the same. The code of a
 run is the syntax tree of both scripts, without docstrings and comments, and of the files that the row names; for a
-patched run also the text of the patch. The table shows only lines that count.
+patched run also the text of the patch. In the end the command writes the newest line of each run into table.md.
 
 --jobs runs (default 2) are made at a time, each on one thread. Rows that measure time come last. Their runs are made
 one at a time, and wait until the processor is idle. --model-dir, or the variable MODEL_DIR, is the folder that
@@ -49,7 +49,7 @@ import torch
 from cases import CASES
 from common import ROOT
 
-DATA = common.DATA / "table.jsonl"
+DATA, PAGE = common.DATA / "table.jsonl", ROOT / "benchmarks" / "table.md"
 SCRIPTS = ("ppo_llm.py", "ppo_llm_continuous_batching.py")
 IDLE = 0.3  # the cores that other processes may use while a time is measured
 PATIENCE = 600  # seconds that a run that measures time waits for an idle processor
@@ -83,7 +83,7 @@ class Row:
     shown: tuple[str, ...]  # names of NUMBERS
     seeds: int = 5  # the first ones
     unit: str = "seeds"
-    statistic: str = "mean"  # how `show` combines runs: mean, median, worst or sum
+    statistic: str = "mean"  # how the table combines runs: mean, median, range, worst or sum
     against: tuple[str, str, str] | None = None  # (variant, number, "quotient" or "difference")
     alone: bool = False  # no other run beside it
     extra: bool = False  # made only if --only names the row
@@ -140,7 +140,7 @@ ROWS = {
             **{f"{name}: {run.label}": Run(run.flags) for name, case in CASES.items() if name != "healthy"
                for run in case.runs},
         }, ("first_approx_kl", "first_clipfrac", "samples_to_level", "reward_end", "accuracy_end", "kl_end",
-            "truncated_end", "explained", "advantage_std"), seeds=2),
+            "truncated_end", "explained", "advantage_std"), seeds=2, statistic="range"),
     "resume": Row(
         "A run that was stopped and resumed is the uninterrupted run", {
             "SIGTERM": Run(make="resumed_beside_uninterrupted", argument=signal.SIGTERM, minutes=1.5),
@@ -198,7 +198,7 @@ ROWS = {
         ("learned_first", "learned_end", "true_first", "true_end", "kl_end", "explained", "on_topic_before",
          "on_topic", "agreement"), seeds=3, extra=True, files=("benchmarks/preferences.py",)),
 }  # fmt: skip
-NUMBERS = {  # name: (what `show` calls it, factor, digits after the point or a format)
+NUMBERS = {  # name: (what the table calls it, factor, digits after the point or a format)
     "before": ("right before training, sampled, %", 100, 1), "after": ("right after training, sampled, %", 100, 1),
     "greedy_before": ("right before training, greedy, %", 100, 1),
     "greedy_after": ("right after training, greedy, %", 100, 1),
@@ -715,68 +715,108 @@ def hours(jobs: list[Job], workers: int = 1) -> float:
 
 
 def formatted(x: float, form: int | str) -> str:
-    return f"{x:,.{form}f}" if isinstance(form, int) else f"{x:{form}}"
+    text = f"{x:,.{form}f}" if isinstance(form, int) else f"{x:{form}}"
+    return text if re.search("[1-9]", text) else text.removeprefix("-")
 
 
 def summarized(values: list[float], statistic: str, form: int | str) -> str:
-    """Mean and its standard error, median and range, the largest, or the sum."""
+    """What a cell says of these runs. ABOUT explains it."""
     if statistic == "sum":
         return formatted(sum(values), form)
-    if statistic == "worst":
-        return formatted(max(values), form)
+    low, high = formatted(min(values), form), formatted(max(values), form)
+    if statistic == "worst" or low == high:
+        return high
+    if statistic == "range":
+        return f"{low} to {high}"
     if statistic == "median":
-        low, middle, high = (formatted(f(values), form) for f in (min, statistics.median, max))
-        return f"{middle} ({low} to {high})"
-    mean = formatted(statistics.mean(values), form)
-    if len(values) == 1:
-        return mean
+        return f"{formatted(statistics.median(values), form)} ({low} to {high})"
     error = statistics.stdev(values) / len(values) ** 0.5
-    return f"{mean} ± {formatted(error, form)}"
+    return f"{formatted(statistics.mean(values), form)} ± {formatted(error, form)} ({low} to {high})"
 
 
-def shown_rows(name: str, lines: list[dict]) -> list[list[str]]:
-    """The cells of a row's lines in the table: claim, number, seeds or pairs, command."""
-    row, cells = ROWS[name], []
-    found = {(job.variant, job.seed): finished(job, lines) for job in jobs_of([name])}
-    numbers = {key: line["numbers"] for key, line in found.items() if line}
-    for variant, run in row.variants.items():
-        mine = {seed: of for (other, seed), of in numbers.items() if other == variant}
-        if not mine:
-            continue
-        label = f"{row.claim}{f', {variant}' * (len(row.variants) > 1)}"
-        command = f"`{run.command(name, variant, 'SEED')}`"
-        count = f"{len(mine)} {row.unit if len(mine) > 1 else row.unit.removesuffix('s')}"
+ABOUT = """# One table
+
+<!-- Written by benchmarks/table.py from data/table.jsonl. -->
+
+This page has all results that need only two CPU cores. One command makes them, and writes this page:
+
+    python benchmarks/table.py --model-dir DIR
+
+`DIR` is the folder that `python benchmarks/checkpoints.py smollm2 DIR` writes. The command can be interrupted and
+repeated. Each run is a line of [data/table.jsonl](data/table.jsonl). `python benchmarks/table.py stale` lists the runs
+that were made with code other than that of your checkout. [Every claim](README.md#every-claim) adds the results that
+need a GPU or were measured once.
+
+A cell has the mean over the seeds, its standard error after "±", and the smallest and the largest number in
+parentheses. A cell without "±" has the median of several runs in place of the mean. Two seeds have their range alone. A
+number that is the same in all runs stands alone.
+"""
+
+
+def compared(row: Row, variant: str, lines: dict[str, dict[int, dict]]) -> tuple[str, str] | None:
+    """What the row compares with another variant, seed by seed, and the cell of this variant."""
+    other, number, kind = row.against
+    text, factor, form = NUMBERS[number]
+    seeds = [seed for seed in lines[variant] if seed in lines.get(other, {})]
+    pairs = [[lines[which][seed]["numbers"].get(number) for which in (variant, other)] for seed in seeds]
+    values = [a / b if kind == "quotient" else factor * (a - b) for a, b in pairs if None not in (a, b)]
+    if variant == other or not values:
+        return None
+    name = f"{text}: {'divided by' if kind == 'quotient' else 'minus'} that of {other}, of the same seed"
+    return name, summarized(values, "mean", 2 if kind == "quotient" else form)
+
+
+def section(name: str, lines: list[dict], find) -> str:
+    """A row of the table as a section of the page; empty if `find` has no line for any of its runs."""
+    row, of = ROWS[name], {}  # variant: seed: line
+    for job in jobs_of([name]):
+        if line := find(job, lines):
+            of.setdefault(job.variant, {})[job.seed] = line
+    table = {}  # what a number is called: variant: cell
+    for variant, runs in of.items():
         for number in row.shown:
             text, factor, form = NUMBERS[number]
-            values = [factor * of[number] for of in mine.values() if of.get(number) is not None]
+            values = [x for line in runs.values() if (x := line["numbers"].get(number)) is not None]
             if values:
-                missing = len(mine) - len(values)
-                number = summarized(values, row.statistic, form) + f" (not reached: {missing})" * bool(missing)
-                cells.append([f"{label}: {text}", number, count, command])
-        if row.against and row.against[0] != variant:
-            other, number, kind = row.against
-            text, factor, form = NUMBERS[number]
-            pairs = [(of.get(number), numbers.get((other, seed), {}).get(number)) for seed, of in mine.items()]
-            pairs = [pair for pair in pairs if None not in pair]
-            if pairs:
-                values = [a / b if kind == "quotient" else factor * (a - b) for a, b in pairs]
-                text = f"{label}: {text}, {kind} of this and {other} with the same seed"
-                number = summarized(values, "mean", 2 if kind == "quotient" else form)
-                cells.append([text, number, f"{len(pairs)} {row.unit}", command])
-    return cells
+                cell = summarized([factor * x for x in values], row.statistic, form)
+                missing = len(runs) - len(values)
+                table.setdefault(text, {})[variant] = cell + f" (not reached: {missing})" * bool(missing)
+        if row.against and (of_pairs := compared(row, variant, of)):
+            table.setdefault(of_pairs[0], {})[variant] = of_pairs[1]
+    if not table:
+        return ""
+    count = lambda n: f"{n} {row.unit if n > 1 else row.unit.removesuffix('s')}"
+    cells = [["", *table], *([f"{variant}, {count(len(runs))}", *(table[text].get(variant, "") for text in table)]
+                             for variant, runs in of.items())]  # fmt: skip
+    if len(of) <= 4:  # else a variant is a line of the table
+        cells = list(zip(*cells))
+    lines_of_table = [f"| {' | '.join(line)} |" for line in cells]
+    lines_of_table.insert(1, "|---" * len(cells[0]) + "|")
+    made = [line for runs in of.values() for line in runs.values()]
+    loud = sum(line.get("busy_cores", 0) > IDLE for line in made)
+    comment = {variant: f"  # {variant}" * (len(row.variants) > 1) for variant in of}
+    commands = [f"    {row.variants[variant].command(name, variant, 'SEED')}{comment[variant]}" for variant in of]
+    commits = f"Commit: {', '.join(sorted({line['commit'] for line in made}))}."
+    commits += f" The processor was not idle in {loud} of {len(made)} runs." * bool(loud)
+    return "\n".join([f"## {row.claim}", "", *commands, "", *lines_of_table, "", commits, ""])
 
 
-def show(names: list[str]) -> None:
-    lines = read_table()
-    common.table(["claim", "number", "runs", "command"])
-    for name in names:
-        for cells in shown_rows(name, lines):
-            common.line(cells)
-    counting = [line for job in jobs_of(names) if (line := finished(job, lines))]
-    for name in "commit", "processor", "versions":
-        print(f"\n{name}: {'; '.join(sorted({line[name] for line in counting}))}")
-    if loud := [line for line in counting if line.get("busy_cores", 0) > IDLE]:
-        print("\nnot quiet:", "; ".join(f"{line['row']}, {line['variant']}, {line['seed']}" for line in loud))
+def last_line(job: Job, lines: list[dict]) -> dict | None:
+    """The newest line of a run, of whatever code."""
+    return next((line for line in reversed(lines) if (line["command"], line["seed"]) == (job.command, job.seed)), None)
+
+
+def table_of(names, lines: list[dict], find) -> str:
+    """All sections, and on what they were measured."""
+    found = [line for job in jobs_of(names) if (line := find(job, lines))]
+    machines = sorted({f"{line['processor']}; {line['versions']}" for line in found})
+    sections = [text for name in names if (text := section(name, lines, find))]
+    return "\n".join([*sections, *(f"Measured on {machine}." for machine in machines)])
+
+
+def page() -> str:
+    """The text of table.md. It depends on the data alone."""
+    return f"{ABOUT}\n{table_of([*ROWS], read_table(), last_line)}\n"
 
 
 def list_rows(names: list[str]) -> None:
@@ -817,8 +857,13 @@ def main() -> None:
     names = args.only or [name for name, row in ROWS.items() if args.verb != "make" or not row.extra]
     if args.verb == "make":
         jobs = jobs_of(names, args.seeds, model_dir=os.path.abspath(args.model_dir), smoke=args.smoke)
-        sys.exit(not make_all(jobs, args.jobs))
-    {"list": list_rows, "stale": stale, "show": show}[args.verb](names)
+        complete = make_all(jobs, args.jobs)
+        if not args.smoke:
+            PAGE.write_text(page())
+        sys.exit(not complete)
+    if args.verb == "show":
+        return print(table_of(names, read_table(), finished))
+    {"list": list_rows, "stale": stale}[args.verb](names)
 
 
 if __name__ == "__main__":

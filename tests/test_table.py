@@ -153,18 +153,40 @@ def test_the_numbers_of_the_table_are_those_of_the_lines():
     lines += [line_of(table.Job("sort", "constant", seed), {"after": 0.5, "samples_to_level": samples})
               for seed, samples in ((1, 40_000), (2, 40_000))]  # fmt: skip
     lines.append(line_of(table.Job("sort", "critic", 4), {"after": 0.0}, code="0123"))
-    cells = {claim.split(": ")[1]: rest for claim, *rest in table.shown_rows("sort", lines) if "critic: " in claim}
+    text = table.section("sort", lines, table.finished)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
+    cells = {name: rest for name, *rest in rows}
+    assert cells[""] == ["critic, 3 seeds", "constant, 2 seeds"]
     # 93 %, deviations -3, 2 and 1, variance 14 / 2, standard error sqrt(7 / 3) = 1.53
-    assert cells["right after training, sampled, %"][:2] == ["93.0 ± 1.5", "3 seeds"]
+    assert cells["right after training, sampled, %"] == ["93.0 ± 1.5 (90.0 to 95.0)", "50.0"]
     # 25,000, deviations of 5,000, variance 2 * 5,000 ** 2, standard error 5,000
-    assert cells["samples to the level"][0] == "25,000 ± 5,000 (not reached: 1)"
+    assert cells["samples to the level"] == ["25,000 ± 5,000 (20,000 to 30,000) (not reached: 1)", "40,000"]
     # 0.5 and 0.75: deviations of 0.125, standard error 0.125
-    quotient = next(rest for claim, rest in cells.items() if "quotient" in claim)
-    assert quotient[:2] == ["0.62 ± 0.12", "2 seeds"]
-    assert cells["samples to the level"][2] == "`python ppo_llm.py --eval-every 20 --seed SEED`"
+    compared = next(rest for name, rest in cells.items() if "divided by that of constant" in name)
+    assert compared == ["0.62 ± 0.12 (0.50 to 0.75)", ""]
+    commands = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    constant = "python ppo_llm.py --eval-every 20 --critic-epochs 0 --seed SEED  # constant"
+    assert commands == ["python ppo_llm.py --eval-every 20 --seed SEED  # critic", constant]
+    assert "Commit: abc.\n" in text and "idle" not in text
+    loud = [line_of(table.Job("sort", "group", 1), {"after": 1.0}, busy_cores=1.5)]
+    assert "Commit: abc. The processor was not idle in 1 of 1 runs." in table.section("sort", loud, table.finished)
+    assert table.section("sort", lines[-1:], table.finished) == ""  # of another code
+    assert "right after training, sampled, % | 0.0 |" in table.section("sort", lines[-1:], table.last_line)
     assert table.summarized([3.0, 1.0, 2.5], "median", 2) == "2.50 (1.00 to 3.00)"
+    assert table.summarized([0.5, 0.25], "range", 2) == "0.25 to 0.50"
     assert table.summarized([1e-7, 3e-7], "worst", ".1e") == "3.0e-07"
     assert table.summarized([60, 63], "sum", 0) == "123"
+    assert table.formatted(-0.001, 2) == "0.00" and table.formatted(-0.01, 2) == "-0.01"
+
+
+def test_the_page_is_that_of_the_data():
+    assert table.PAGE.read_text() == table.page()
+
+
+def test_a_result_of_a_page_is_compared_number_by_number():
+    old = {"curve": [1.0, float("nan"), 3], "after": {"accuracy": 0.5}, "told": []}
+    assert table.leaves(old) == {("curve", 0): "1.0", ("curve", 1): "nan", ("curve", 2): "3",
+                                 ("after", "accuracy"): "0.5"}  # fmt: skip
 
 
 def test_the_commands_are_commands_of_the_scripts():
