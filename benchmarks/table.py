@@ -749,7 +749,7 @@ need a GPU or were measured once.
 
 A cell has the mean over the seeds, its standard error after "±", and the smallest and the largest number in
 parentheses. A cell without "±" has the median of several runs in place of the mean. Two seeds have their range alone. A
-number that is the same in all runs stands alone.
+number that is the same in all runs stands alone. The commands are those of seed 1.
 """
 
 
@@ -795,7 +795,7 @@ def section(name: str, lines: list[dict], find) -> str:
     made = [line for runs in of.values() for line in runs.values()]
     loud = sum(line.get("busy_cores", 0) > IDLE for line in made)
     comment = {variant: f"  # {variant}" * (len(row.variants) > 1) for variant in of}
-    commands = [f"    {row.variants[variant].command(name, variant, 'SEED')}{comment[variant]}" for variant in of]
+    commands = [f"    {row.variants[variant].command(name, variant, 1)}{comment[variant]}" for variant in of]
     commits = f"Commit: {', '.join(sorted({line['commit'] for line in made}))}."
     commits += f" The processor was not idle in {loud} of {len(made)} runs." * bool(loud)
     return "\n".join([f"## {row.claim}", "", *commands, "", *lines_of_table, "", commits, ""])

@@ -165,8 +165,8 @@ def test_the_numbers_of_the_table_are_those_of_the_lines():
     compared = next(rest for name, rest in cells.items() if "divided by that of constant" in name)
     assert compared == ["0.62 ± 0.12 (0.50 to 0.75)", ""]
     commands = [line.strip() for line in text.splitlines() if line.startswith("    ")]
-    constant = "python ppo_llm.py --eval-every 20 --critic-epochs 0 --seed SEED  # constant"
-    assert commands == ["python ppo_llm.py --eval-every 20 --seed SEED  # critic", constant]
+    constant = "python ppo_llm.py --eval-every 20 --critic-epochs 0 --seed 1  # constant"
+    assert commands == ["python ppo_llm.py --eval-every 20 --seed 1  # critic", constant]
     assert "Commit: abc.\n" in text and "idle" not in text
     loud = [line_of(table.Job("sort", "group", 1), {"after": 1.0}, busy_cores=1.5)]
     assert "Commit: abc. The processor was not idle in 1 of 1 runs." in table.section("sort", loud, table.finished)
