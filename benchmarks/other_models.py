@@ -6,6 +6,7 @@
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import resource
@@ -84,23 +85,30 @@ def timed():
     print(json.dumps({"script": ppo.__file__, "seconds": statistics.median(seconds), "memory": memory}))
 
 
-def speed(pairs: int, number: int):
+def pair(number: int) -> dict[str, dict]:
+    """What `iterations` returns of the built-in Qwen3, and then of the patch with that of transformers."""
     with tempfile.TemporaryDirectory() as work:
         patched, folder = Path(work, "patched"), Path(work, "qwen3")
         patched.mkdir()
         shutil.copy(ROOT / "ppo_llm.py", patched)
         subprocess.run(["git", "apply", ROOT / "forks" / "any_model.patch"], cwd=patched, check=True)
-        make("qwen3", folder, seed=1)
-        ratios = []
-        for _ in range(pairs):
-            one = iterations(ROOT / "ppo_llm.py", folder, number)
-            two = iterations(patched / "ppo_llm.py", folder, number)
-            assert Path(two["script"]).parent == patched and Path(one["script"]).parent == ROOT
-            ratios.append(two["seconds"] / one["seconds"])
-            for name, found in (("built-in", one), ("patch", two)):
-                print(f"{name} {found['seconds']:.3f} s, {found['memory']:.0f} MB", flush=True)
-            print(f"ratio {ratios[-1]:.3f}", flush=True)
-        print(f"median ratio {statistics.median(ratios):.3f} of {pairs} pairs of {number} iterations")
+        with contextlib.redirect_stdout(sys.stderr):
+            make("qwen3", folder, seed=1)
+        runs = {"built-in": iterations(ROOT / "ppo_llm.py", folder, number),
+                "patch": iterations(patched / "ppo_llm.py", folder, number)}  # fmt: skip
+        assert [Path(run["script"]).parent for run in runs.values()] == [ROOT, patched]
+    return runs
+
+
+def speed(pairs: int, number: int):
+    ratios = []
+    for _ in range(pairs):
+        runs = pair(number)
+        ratios.append(runs["patch"]["seconds"] / runs["built-in"]["seconds"])
+        for name, found in runs.items():
+            print(f"{name} {found['seconds']:.3f} s, {found['memory']:.0f} MB", flush=True)
+        print(f"ratio {ratios[-1]:.3f}", flush=True)
+    print(f"median ratio {statistics.median(ratios):.3f} of {pairs} pairs of {number} iterations")
 
 
 def main():

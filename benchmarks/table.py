@@ -23,6 +23,7 @@ and cases.py can read them for their pictures.
 import argparse
 import ast
 import concurrent.futures
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -40,6 +41,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -134,6 +136,12 @@ ROWS = {
         "Binary search is learned in several turns",
         {"critic": Run(GUESS, minutes=5, make="guess_number", typed=f"python ppo_llm.py {GUESS} --seed SEED")},
         ("reward_by_number", "reward_after"), seeds=3),
+    "lora": Row("LoRA learns the default task", {"LoRA": Run("--actor-lr 3e-3", minutes=3, patch="lora")}, ENDS),
+    "families": Row(
+        "Other families learn the default task", {
+            name: Run(make="other_family", argument=kind, minutes=5, patch="any_model")
+            for name, kind in {"Gemma 3": "gemma3_text", "mixture of experts": "qwen3_moe"}.items()
+        }, ("after", "greedy_after"), seeds=3, files=("benchmarks/other_models.py",)),
     "cases": Row(
         "Case histories", {
             "healthy": DEFAULT,
@@ -164,6 +172,11 @@ ROWS = {
                             typed="python benchmarks/ranks.py many"),
         }, ("metrics_differ_by", "weights_differ_by", "other_responses"), seeds=1, unit="runs", statistic="worst",
         alone=True, files=("benchmarks/ranks.py",)),
+    "any model time": Row(
+        "`any_model.patch` on a Qwen3, compared with the built-in one",
+        {"default iteration": Run(make="time_of_any_model", minutes=2)},
+        ("ratio", "megabytes", "megabytes_built_in"), seeds=5, unit="pairs", statistic="median", alone=True,
+        files=("benchmarks/other_models.py",)),
     "critic time": Row(
         "An iteration with a critic takes longer", {"default task": Run(make="time_of_critic", minutes=1.5)},
         ("ratio", "iteration_seconds"), unit="pairs", statistic="median", alone=True),
@@ -223,6 +236,7 @@ NUMBERS = {  # name: (what the table calls it, factor, digits after the point or
     "whole iteration_ours": ("seconds per iteration", 1, 1),
     "whole iteration_trl": ("seconds per iteration, TRL", 1, 1),
     "gigabytes_ours": ("peak memory, GB", 1, 2), "gigabytes_trl": ("peak memory, GB, TRL", 1, 2),
+    "megabytes": ("peak memory, MB", 1, 0), "megabytes_built_in": ("peak memory of the built-in one, MB", 1, 0),
     "tokens_per_second": ("tokens per second", 1, 1),
     "generate_per_second": ("tokens per second, best `generate`", 1, 1),
     "step_ms": ("milliseconds per decode step", 1, 1), "steps": ("decode steps", 1, 0),
@@ -383,6 +397,25 @@ def preferences(job: Job) -> dict:
         "true_end": true[-1], "explained": preferences.explained_variance(run),
         "on_topic_before": before["on_topic"], "on_topic": seen["on_topic"],
     }  # fmt: skip
+
+
+def other_family(job: Job) -> dict:
+    """A tiny random model of another family on the default task."""
+    import other_models
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        other_models.make(job.run.argument, Path(folder), job.seed)
+        flags = [*other_models.FLAGS, "--model", folder, "--sft-steps", "150"]
+        return numbers_of(train(job, f"{shlex.join(flags)} {job.flags}"), job.row)
+
+
+def time_of_any_model(job: Job) -> dict:
+    """CPU seconds of an iteration, and the peak memory."""
+    import other_models
+
+    built_in, patched = other_models.pair(2 if job.smoke else 12).values()
+    return {"ratio": patched["seconds"] / built_in["seconds"], "seconds_built_in": built_in["seconds"],
+            "megabytes": patched["memory"], "megabytes_built_in": built_in["memory"]}  # fmt: skip
 
 
 def time_of_critic(job: Job) -> dict:
