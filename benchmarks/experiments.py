@@ -41,7 +41,8 @@ EDITS = {  # what a run changes in the script: (old text, new text)
     "log-probs of the present policy as old": ("newlogprobs, mb.old_logprobs,", "newlogprobs, newlogprobs.detach(),"),
     "optimizer of another model": ("actor_optimizer = make_optimizer(actor)",
                                    "actor_optimizer = make_optimizer(copy.deepcopy(actor))"),
-    "constant reward": ("    rewards = experience.rewards\n", "    rewards = torch.zeros_like(experience.rewards)\n"),
+    "constant reward": ("    rewards = experience.rewards - kl_penalty\n",
+                        "    rewards = torch.zeros_like(experience.rewards)\n"),
 }  # fmt: skip
 
 
