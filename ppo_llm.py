@@ -35,10 +35,11 @@ padded on the right. What belongs to a token is stored at the index of that toke
     rewards[b, t]   is the reward of token t: the environment's reward of a turn goes to the last
                     token of its response, info["rewards"] of a step to tokens within it
 
-Dimensions: N is the number of samples of a rollout, B that of the rows of a microbatch or of the
-decoder, T that of the tokens of the longest row, S the largest T that is allowed, V the size of the
-vocabulary, H and Hkv the numbers of heads and of key heads, D the size of a head. A minibatch is
-the data of an optimizer step. A microbatch (`mb`) is the data of a forward and backward pass.
+Dimensions: N counts the samples of a rollout, B the rows of a microbatch or of the decoder, T the
+tokens of the longest row. S is the largest T that is allowed. V is the size of the vocabulary, H
+the number of query heads, Hkv that of key heads, G = H / Hkv, and D the size of a head. `Packing`
+defines n and m. A minibatch is the data of an optimizer step. A microbatch (`mb`) is the data of a
+forward and backward pass.
 
 Ranks are the processes that torchrun starts. All of them hold the same experience. Each plays its
 share of the episodes and trains on its share of every minibatch. The loss of a rank is the sum over
@@ -79,7 +80,8 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # fragments memory less
+# This variable is set before torch is imported, which reads it. GPU memory then fragments less.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import gymnasium as gym
 import safetensors.torch
@@ -149,8 +151,8 @@ class Args:
     reward_model: str | None = None
     env_id: str = "SortDigits-v0"  # SortDigits-v0, GSM8K-v0, Prompts-v0 or my_module:MyEnv-v0
     env_kwargs: str = "{}"  # arguments of the environment, as JSON
-    # arguments of the environment, as JSON, that replace those above in evaluations, such as the
-    # path of held-out data
+    # arguments of the environment in evaluations, as JSON, such as the path of held-out data; an
+    # argument that is not given here has its value from --env-kwargs
     eval_env_kwargs: str = "{}"
     chat_template_kwargs: str = "{}"  # arguments of the actor's chat template, as JSON
 
@@ -184,8 +186,9 @@ class Args:
     # on GPUs of 80 GB set 16384 or more
     micro_batch_tokens: int = 4096
     ppo_epochs: int = 2  # number of epochs that the actor is trained on each rollout
-    # number of epochs that the critic is trained on each rollout; 0: no critic, and an advantage is
-    # the sum of later rewards, discounted by gamma * lambda, minus the mean; default: --ppo-epochs
+    # number of epochs that the critic is trained on each rollout; 0: no critic, so an advantage is
+    # the sum of the rewards of its token and of later ones, discounted by gamma * lambda, then
+    # whitened like all advantages; default: --ppo-epochs
     critic_epochs: int | None = None
     # learning rate of the actor at the start; default: 1e-5 if --model is given, else 5e-4
     actor_lr: float | None = None
@@ -261,9 +264,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Estimates of KL(pi || pi_ref) from sampled tokens: http://joschu.net/blog/kl-approx.html.
 
     In the reward, k1 penalizes the KL of a token and of all later ones. As a term of the loss, k1
-    is useless: the expectation of its gradient is 0 over samples of pi. That of k2 is the gradient
-    of KL(pi || pi_ref), and that of k3 is the gradient of KL(pi_ref || pi), both of the token
-    alone. The samples are of pi_old, so the loop weights a KL in the loss by pi / pi_old.
+    is useless: over samples of pi its expected gradient is 0. The expected gradient of k2 is that
+    of KL(pi || pi_ref). The expected gradient of k3 is that of KL(pi_ref || pi). Both penalize a
+    token's own KL alone, not that of later ones. The samples are of pi_old, so the loop weights a
+    KL in the loss by pi / pi_old.
     """
     logratio = logprobs - ref_logprobs
     if kind == "k1":
@@ -281,7 +285,8 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda) -> tuple[Tensor, Tenso
 
     Tensors are [N, T]. The sampled tokens of a row are one trajectory, and t + 1 is the next
     sampled token: text of the environment in between is skipped, with its rewards. The value after
-    the last sampled token is 0, even if the response was cut off.
+    the last sampled token is 0, even if the response was cut off. Returns the advantages and the
+    returns, return[t] = advantage[t] + value[t].
     """
     values = torch.where(mask, values, 0.0)
     nextvalues = lastgaelam = values.new_zeros(len(values))  # [N]
@@ -366,9 +371,10 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         warm_start(actor, tokenizer, envs[0], args)
     critic = build_critic(actor, tokenizer, args) if args.critic_epochs else None
     reference = copy_model(actor, args) if args.kl_coef else None
-    # FORK: another frozen model. `frozen_model(path, "lm", args)` loads a teacher, for example. If
-    # it reads the actor's token ids, call `check_vocabulary` first. In make_experience,
-    # `logprobs_of_all` scores the samples with it.
+    # FORK: another frozen model. For example, `teacher, its_tokenizer = frozen_model(path, "lm",
+    # args)` loads a teacher. If the teacher reads the actor's token ids, call
+    # `check_vocabulary(its_tokenizer, tokenizer)` first. In make_experience,
+    # `logprobs_of_all(teacher, ...)` scores the samples.
     reward_model = frozen_model(args.reward_model, "scalar", args) if args.reward_model else None
     actor_optimizer = make_optimizer(actor)
     critic_optimizer = make_optimizer(critic) if critic else None
@@ -383,6 +389,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
     state = TrainState()
     if checkpoint_path:
         state = load_checkpoint(checkpoint_path, checkpointed, args)
+    # The sampler is copied after load_checkpoint, which changes the actor.
     sampler = copy_model(actor, args, sampler=True)
     plan = plan_steps(args)
     run = Run(args, state)
@@ -504,7 +511,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         )  # fmt: skip
         if same_microbatches:
             check_first_minibatch(metrics, experience, actor_step_stats, critic_step_stats, state)
-        # FORK: numbers of your own. Log them as in metrics["mine/number"] = float(...).
+        # FORK: other numbers to log. Write them as in metrics["mine/number"] = float(...).
         run.log(metrics, episodes, experience)
         state.iteration += 1
         state.prompts += args.rollout_batch_size
@@ -532,7 +539,10 @@ def linear_schedule(first: float, end_fraction: float, progress: float) -> float
 
 
 def optimizer_step(model: Transformer, optimizer, lr: float, args) -> dict:
-    """Clip the gradient, make a step unless its norm is infinite or NaN, clear the gradient."""
+    """Clip the gradient, step, and clear the gradient. Returns the norm before the clipping.
+
+    There is no step if the norm of the gradient is infinite or NaN.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr
     norm = float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)))
@@ -670,8 +680,9 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     # FORK: reward shaping. Evaluations do not use it. Every rank must compute the same numbers for
     # all samples. The samples of one prompt are adjacent. Skip rows whose mask is empty: they have
     # no reward. Put a sample's reward on its last token: on every token it would favour long
-    # responses. Compare sums over tokens with a tolerance, since their order may round. To leave
-    # the logged reward as it is, change `rewards` below and not `experience.rewards`.
+    # responses. Compare sums over tokens with a tolerance, because rounding depends on the order of
+    # a sum. To leave the logged reward as it is, change `rewards` below and not
+    # `experience.rewards`.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             experience.rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
@@ -828,8 +839,8 @@ def generate_turn(decoder: Decoder, episodes: list[Episode], cached: int, args):
     The cache already has the first `cached` tokens of every unfinished episode.
     """
     decoder.begin(range(len(episodes)), episodes, args)
-    # Prefill: write all tokens but the newest, the first input of `sample_token`, into the cache.
-    # Finished and unused rows write as well, but nobody reads that.
+    # Prefill: write all tokens but the newest into the cache. The newest token is the first input
+    # of `sample_token`. Finished and unused rows write as well, but nothing reads what they write.
     used = max(len(e.ids) for e in episodes if not e.stop) - 1  # number of cache positions in use
     newest = decoder.length[:, None] - 1  # [B, 1]
     at_once = max(1, args.micro_batch_tokens // len(newest))  # positions, to limit the memory
@@ -892,18 +903,20 @@ def play(decoder, tokenizer, envs, seeds, iteration, args) -> list[Episode]:
 # === 6. Transformer, KV cache, log-probs, sampling noise ===
 
 
-# longrope is left out: its frequencies depend on the length of the whole text.
+# longrope is left out: its frequencies depend on the length of the whole text. Those of "dynamic"
+# are fixed up to max_position_embeddings, which load_model does not let a sample exceed.
 ROPE_TYPES = "default", "linear", "dynamic", "yarn", "llama3"
 
 
 def check_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Refuse what the Transformer below does not compute."""
+    """Refuse what the Transformer below does not compute. Fill in head_dim where it is missing."""
     if config.model_type not in ("llama", "mistral", "qwen2", "qwen3"):
         raise ValueError(f"model_type {config.model_type!r}: must be llama, mistral, qwen2, qwen3")
     if config.rope_parameters["rope_type"] not in ROPE_TYPES:
         raise ValueError(f"{config.rope_parameters}: rope_type must be one of {ROPE_TYPES}")
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act {config.hidden_act!r}: must be silu")
+    # Mistral has no use_sliding_window. Its window is in use wherever it is not None.
     uses_window = getattr(config, "use_sliding_window", config.model_type == "mistral")
     if uses_window and getattr(config, "sliding_window", None) is not None:
         raise ValueError(f"sliding_window {config.sliding_window}: attention must have no window")
@@ -923,7 +936,10 @@ def rope_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D / 2) of x [..., H, D]. The first half of sin is negated."""
+    """Rotate the pairs (i, i + D / 2) of x [..., H, D]; cos, sin [..., 1, D].
+
+    The caller has negated the first half of sin.
+    """
     swapped = x.float().roll(x.shape[-1] // 2, dims=-1)  # second half, first half
     return (x.float() * cos + swapped * sin).to(x.dtype)
 
@@ -932,20 +948,20 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Packing:
     """Where the n real tokens of a microbatch [B, T] are, and which m of them were sampled.
 
-    In training a tensor [n, ...] holds one sample after another, without padding. Where there is no
-    kernel for it, queries, keys and values are unpacked to [B, T, ...] for attention. In this
+    In training a tensor [n, ...] holds one sample after another, without padding. Where attention
+    has no kernel for this layout, queries, keys and values are unpacked to [B, T, ...]. In this
     example capitals were sampled, and dots are padding:
 
-        tokens  [[a b C D]     packed  [a b C D a E]     place    [0 1 2 3 4 5]
-                 [a E . .]]    index    0 1 2 3 4 5      position [0 1 2 3 0 1]
-                               starts  [0 4 6]           sampled  [2 3 5]
+        tokens  [[a b C D]     packed  [a b C D a E a F]     place    [0 1 2 3 4 5 8 9]
+                 [a E . .]     index    0 1 2 3 4 5 6 7      position [0 1 2 3 0 1 0 1]
+                 [a F . .]]    starts  [0 4 6 8]             sampled  [2 3 5 7]
     """
 
     shape: tuple[int, int]
-    place: Tensor  # [n] index of each real token in B * T
-    position: Tensor  # [n] its index in its sample
-    sampled: Tensor  # [m] indices in n of the sampled tokens
-    starts: Tensor  # [B + 1] where in n each sample starts, and the last one ends; int32
+    place: Tensor  # [n] index of each real token in the flattened [B * T]
+    position: Tensor  # [n] index of each real token in its sample
+    sampled: Tensor  # [m] which of the n real tokens were sampled, as indices
+    starts: Tensor  # [B + 1] packed index at which each sample starts, then n; int32
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, mask: Tensor, device: str) -> Packing:
@@ -967,11 +983,13 @@ class Packing:
 
     def unpack_sampled(self, x: Tensor) -> Tensor:
         """[m] -> [B, T]"""
-        # clone: FSDP's backward hooks do not see a view that is changed in place.
+        # clone: FSDP puts a hook on the result. If the result were a view, a change in place would
+        # drop the hook, and the backward pass would not gather the weights.
         return self.unpack(x, self.place[self.sampled]).clone()
 
 
-# Older versions lack grouped heads and `seqused_k`.
+# In older versions of PyTorch `varlen_attn` lacks grouped heads and `seqused_k`. Versions, not
+# strings, are compared here: torch.__version__ is a TorchVersion.
 HAS_VARLEN = torch.__version__ >= "2.12"
 
 
@@ -995,11 +1013,12 @@ class Context:
     packing: Packing | None = None
     cache: KVCache | None = None
     n_visible: int | None = None
-    mask: Tensor | None = None  # bool [B * Hkv, 1, G * T, n_visible]: what is seen of the cache
+    # bool [B * Hkv, 1, G * T, n_visible]: what is seen of the cache; None: see `attend_to_lengths`
+    mask: Tensor | None = None
 
 
 def attend_padded(q, k, v) -> Tensor:
-    """q [B, T, H, D]; k, v [B, T, Hkv, D] -> [B, T, H, D]"""
+    """Causal attention within padded rows. q [B, T, H, D]; k, v [B, T, Hkv, D] -> [B, T, H, D]"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     # Not every kernel that saves memory takes grouped heads.
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -1008,7 +1027,7 @@ def attend_padded(q, k, v) -> Tensor:
 
 
 def attend_packed(q, k, v, packing: Packing) -> Tensor:
-    """q [n, H, D]; k, v [n, Hkv, D] -> [n, H, D]"""
+    """Causal attention within packed samples. q [n, H, D]; k, v [n, Hkv, D] -> [n, H, D]"""
     if has_varlen(q):
         starts, T = packing.starts, packing.shape[1]
         return varlen_attn(  # The window is causal.
@@ -1018,31 +1037,38 @@ def attend_packed(q, k, v, packing: Packing) -> Tensor:
 
 
 def attend_cached(q, k, v, layer: int, context: Context) -> Tensor:
-    """q [B, T, H, D]; k, v [B, T, Hkv, D], which are added to the cache -> [B, T, H, D]"""
+    """Write k, v [B, T, Hkv, D] into the cache. Attend to it with q [B, T, H, D] -> [B, T, H, D].
+
+    T is 1 in decoding.
+    """
     B, T, Hkv, D = k.shape
     k, v = context.cache.update(layer, k, v, context.positions)  # [B, Hkv, size, D]
-    # A key head of a row becomes a row, and its G query heads become further queries.
-    # enable_gqa would be slow with a mask.
+    # The G query heads of a key head become further queries of this key head, because enable_gqa
+    # would be slow with a mask.
     q = q.view(B, T, Hkv, -1, D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
     if context.mask is None:
         out = attend_to_lengths(q, k, v, context)
     else:
         k, v = (x[:, :, : context.n_visible] for x in (k, v))
+        # Each key head of a row becomes a row of its own: [B * Hkv, 1, ..., D].
         q, k, v = (x.flatten(0, 1)[:, None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask)
     return out.view(B, Hkv, -1, T, D).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def attend_to_lengths(q, k, v, context: Context) -> Tensor:
-    """q [B, Hkv, G, D]; k, v [B, Hkv, size, D] -> [B * Hkv * G, 1, D]
+    """Attention of one token per row. q [B, Hkv, G, D]; k, v [B, Hkv, size, D] -> [B*Hkv*G, 1, D]
 
-    The kernel reads of each row what the row has, where a mask would make it read `n_visible`
-    positions. Rows that are finished, at a position that is not visible, read one.
+    In each row the kernel reads the positions that the row has filled. With a mask it would read
+    `n_visible` positions in every row. A finished row stands at `decoder.scratch`. Where that is
+    not among the first `n_visible` positions, the row reads one position.
     """
     B, Hkv, G, D = q.shape
     lengths = torch.where(context.positions < context.n_visible, context.positions + 1, 1)  # [B, 1]
     lengths = lengths.int().expand(B, Hkv).flatten()
     rows = context.cache.row_starts  # [B * Hkv + 1]
+    # q [B * Hkv * G, 1, D]; k, v [B * Hkv * size, 1, D]. A sequence of the kernel is a key head of
+    # a row, with its G queries. They are of one token, so nothing is causal among them.
     q, k, v = (x.reshape(-1, 1, D) for x in (q, k, v))
     return varlen_attn(
         q, k, v, rows * G, rows * context.cache.size, G, context.n_visible, seqused_k=lengths
@@ -1162,11 +1188,12 @@ class Transformer(nn.Module):
         return mb.packing.unpack_sampled(self.values(x))
 
     def prefill(self, tokens, positions, cache: KVCache, n_visible: int) -> Tensor:
-        """Put tokens [B, T] into the cache, at `positions`. They see its first `n_visible` ones.
+        """Write keys and values of tokens [B, T] into the cache, at `positions` [B, T].
 
-        Returns their hidden states [B, T, hidden].
+        A token sees the positions up to its own, at most the first `n_visible`. Returns the hidden
+        states of the tokens [B, T, hidden].
         """
-        mask = None
+        mask = None  # With one token per row and a varlen kernel, `attend_to_lengths` needs none.
         if tokens.shape[1] > 1 or not has_varlen(self.model.norm.weight):
             Hkv = self.config.num_key_value_heads
             G = self.config.num_attention_heads // Hkv
@@ -1194,7 +1221,7 @@ class Transformer(nn.Module):
         return self.model.norm(x)
 
     def states_before_sampled(self, tokens: Tensor, packing: Packing) -> Tensor:
-        """[m, hidden] of the states in which the m sampled tokens of tokens [B, T] were sampled."""
+        """Hidden states [m, hidden] from which the m sampled tokens of [B, T] were sampled."""
         x = self.hidden_states(packing.pack(tokens), packing.position, packing=packing)
         # This is the shift by one. The log-prob and the value of a sampled token come from the
         # output one token earlier. It is of the same sample, since every sample begins with a
@@ -1202,7 +1229,11 @@ class Transformer(nn.Module):
         return x[packing.sampled - 1]
 
     def values(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [...], in float32, because bfloat16 would round values too coarsely."""
+        """The head's values, [..., hidden] -> [...].
+
+        They are float32, because bfloat16 would round values too coarsely. clone: as in
+        `Packing.unpack_sampled`.
+        """
         return self.score(x.float())[..., 0].clone()
 
 
@@ -1217,7 +1248,7 @@ class KVCache:
         self.size = round_up(S, 16)
         self.rows = torch.arange(B, device=device)[:, None]
         shape = (B, config.num_key_value_heads, self.size, config.head_dim)
-        # B * Hkv + 1 numbers, which `attend_to_lengths` multiplies by the length of a row.
+        # 0, 1, ..., B * Hkv. Times G or `size`, this is where `attend_to_lengths` finds each row.
         self.row_starts = torch.arange(shape[0] * shape[1] + 1, device=device, dtype=torch.int32)
         zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
         self.layers = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
@@ -1225,6 +1256,7 @@ class KVCache:
     def update(self, layer: int, k, v, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write k, v [B, T, Hkv, D] at `positions` [B, T]. Returns all, [B, Hkv, size, D]."""
         keys, values = self.layers[layer]
+        # A slice stands between the two indices. The indexed part is thus [B, T, Hkv, D], as k.
         keys[self.rows, :, positions] = k
         values[self.rows, :, positions] = v
         return keys, values
@@ -1259,7 +1291,7 @@ class Decoder:
         self.steps_per_wait = 8 if weight.is_cuda else 1  # steps until the host waits
         self.sample_token = maybe_compiled(sample_token, args.compile)
         self.use_graphs = weight.is_cuda and args.compile == "on"
-        self.graphs = {}
+        self.graphs = {}  # {n_visible: CUDA graph of a step}
         self.pool = torch.cuda.graph_pool_handle() if self.use_graphs else None
 
     def begin(self, rows, episodes: list[Episode], args):
@@ -1281,7 +1313,7 @@ class Decoder:
         self.draws_noise = not greedy or args.compile == "on"
 
     def step(self, used: int):
-        """`sample_token` in all rows, which have at most `used` tokens in the cache after it."""
+        """Run `sample_token` in all rows. Unfinished rows then have up to `used` tokens cached."""
         n_visible = min(round_up(used, 128), self.cache.size)  # few shapes and graphs
         if n_visible in self.graphs:
             self.graphs[n_visible].replay()
@@ -1295,6 +1327,7 @@ class Decoder:
             self.graphs[n_visible] = graph
 
 
+# The cache makes all callers share one compiled function.
 @functools.cache
 def maybe_compiled(function: Callable, compile: str) -> Callable:
     return torch.compile(function, dynamic=True) if compile == "on" else function
@@ -1323,10 +1356,10 @@ def chunk_logprobs(hidden, weight, targets, temperature) -> tuple[Tensor, Tensor
 
 
 def chunk_gradients(hidden, weight, targets, temperature, d_logprobs, d_entropies) -> Tensor:
-    """The gradient [rows, V] of the logits, before the temperature divides them.
+    """The gradient [rows, V] with respect to the logits before the temperature divides them.
 
-    With p = softmax(z) and the entropy H, the gradient of log p[i] is onehot(i) - p, and that of H
-    is -p * (log p + H).
+    With z = logits / temperature, p = softmax(z) and the entropy H, the gradient of log p[i] with
+    respect to z is onehot(i) - p, and that of H is -p * (log p + H).
     """
     logits = float32_product(hidden, weight.T) / temperature
     logprobs = logits - logits.logsumexp(-1, keepdim=True)
@@ -1339,12 +1372,13 @@ def chunk_gradients(hidden, weight, targets, temperature, d_logprobs, d_entropie
 
 
 def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
-    """Log-probs [n] of `targets` [n] and entropies [n], from hidden [n, d] and weight [V, d].
+    """Log-probs [m] of `targets` [m] and entropies [m]; hidden [m, hidden], weight [V, hidden].
 
-    Logits are computed in chunks, and again in the backward pass: all of them would need more
-    memory than the model.
+    Logits are computed in chunks, and again in the backward pass, because all of them would need
+    more memory than the model.
     """
-    logits = 2**22 if not hidden.is_cuda else 2**27 if compile == "on" else 2**26  # of a chunk
+    # `logits` is the number of logits in a chunk.
+    logits = 2**22 if not hidden.is_cuda else 2**27 if compile == "on" else 2**26
     rows = max(1, logits // len(weight))
     rows -= len(hidden) % rows == 1  # For a chunk of one row torch.compile makes another graph.
     return ChunkedLogprobs.apply(hidden, weight, targets, temperature, rows, compile)
@@ -1404,7 +1438,7 @@ def hash32(x: Tensor, key=0) -> Tensor:
 
 
 def sample_keys(seed: int, iteration: int, sample_ids) -> Tensor:
-    """A key [N] for the noise of each sample, which depends on neither batch, slot nor rank."""
+    """Keys [N] of the samples' noise. A key does not depend on batch, row or rank."""
     seed, iteration, sample_ids = (
         torch.tensor(x, dtype=torch.int32) for x in (seed, iteration, sample_ids)
     )
@@ -1418,7 +1452,8 @@ def gumbel_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
     # Without a second key, token keys that differ in their lowest bits alone would permute the same
     # noise.
     x = hash32(ids ^ token_keys[:, None], hash32(token_keys ^ keys)[:, None])  # [B, V]
-    # u is uniform in (0, 1), from 31 bits. It is fine near 0, so that rare tokens get their share.
+    # u is uniform in (0, 1), from 31 bits. Its steps are smallest near 0, where the noise is
+    # largest: rare tokens need that. The largest u would be rounded to 1, where the noise is -inf.
     u = (x & 0x7FFFFFFF).float().add_(0.5).mul_(2**-31).clamp_(max=1 - 2**-24)
     return u.neg_().log1p_().neg_().log_().neg_()  # -log(-log(1 - u))
 
@@ -1478,7 +1513,7 @@ class HFTokenizer:
 
         Base models may have a template that ends a turn by another token than their eos token.
         """
-        with contextlib.suppress(UserError):  # The template may need other messages.
+        with contextlib.suppress(UserError):  # The template may refuse these messages.
             turns = [*as_messages("-"), {"role": "assistant", "content": "<<turn>>"}]
             _, found, tail = self.render(turns, generation_prompt=False).rpartition("<<turn>>")
             ids = self.encode(tail.lstrip()) if found else []
@@ -1515,7 +1550,7 @@ class HFTokenizer:
         return self.encode(text, context="\n" if context != "\n" else "")
 
     def encode_prompt(self, prompt: str | list[dict]) -> list[int]:
-        """The ids of a prompt, with BOS if the template or else the tokenizer adds it."""
+        """The ids of a prompt. The chat template, or without one the tokenizer, adds BOS."""
         text = self.render(as_messages(prompt))
         return self.encode(text, add_special_tokens=not self.hf.chat_template)
 
@@ -1551,7 +1586,7 @@ class HFTokenizer:
 
 
 def check_file(path: Path):
-    """Raise UserError for what may stand in place of a file of a model."""
+    """Raise UserError if a model's file is empty, or a pointer of Git LFS."""
     with open(path, "rb") as file:
         start = file.read(40)
     if start.startswith(b"version https://git-lfs"):
@@ -1617,6 +1652,8 @@ def load_weights(model: Transformer, folder: str, needs_head: bool = True):
     weights = {name: p.detach() for name, p in model.named_parameters()}
     task = f"load the safetensors in {folder}"
     with attempt(task), tempfile.TemporaryDirectory() as links:
+        # The reader below reads all safetensors of a folder. It gets a folder of links to those of
+        # the model alone.
         for path in weight_files(Path(folder)):
             check_file(path)
             Path(links, path.name).symlink_to(path.absolute())
@@ -1661,9 +1698,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 @torch.no_grad()
 def copy_weights(source: Transformer, target: Transformer):
-    """Copy all weights but the head, if the models have different ones. Either may be sharded.
+    """Copy the weights that both models have. If their heads differ, the head is left out.
 
-    One parameter after another is gathered on all ranks and copied in place.
+    Either model may be sharded. All ranks must call it: one parameter after another is gathered on
+    all ranks. The target's tensors stay in place, because CUDA graphs hold their addresses.
     """
     sources = dict(source.named_parameters())
     for name, p in target.named_parameters():
@@ -1675,7 +1713,7 @@ def copy_weights(source: Transformer, target: Transformer):
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded. Then this is a collective call."""
+    """The whole of a tensor that may be sharded. If it is, all ranks must call this."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -1698,7 +1736,7 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
         rope = config.rope_parameters
         content = config.to_dict()
         content.pop("quantization_config", None)  # The weights are not quantized any longer.
-        # Transformers 4 reads these names. Without them it would use another base.
+        # Transformers 4 reads these names. Without them it would use its default of rope_theta.
         content["rope_theta"] = rope["rope_theta"]
         content["rope_scaling"] = None if rope["rope_type"] == "default" else rope
         partial, earlier = (path.with_name(f"{path.name}.{x}") for x in ("partial", "earlier"))
@@ -1733,23 +1771,24 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 # `text`, the next prompt if the episode goes on. A sample whose reward is None is not trained on.
 #
 # The same seed must always give the same prompt. Evaluations use the seeds from 0 on. Training uses
-# consecutive seeds above FIRST_TRAINING_SEED. An environment that knows its prompts may have an
-# attribute `num_prompts`: the seeds below it must give all of them. Prompts that are too long are
-# then found before the run begins.
+# consecutive seeds from a random one on, which is at least FIRST_TRAINING_SEED. An environment that
+# knows its prompts may have an attribute `num_prompts`: the seeds below it must give all of them.
+# Prompts that are too long are then found before the run begins.
 #
 # info may have these keys, all of them optional:
 #
 #     demonstration  of reset: an answer to learn in the warm start
-#     success        of the last step: whether it counts for the accuracy
+#     success        of the last step: whether the sample counts as right in the accuracy
 #     rewards        of a step: dense rewards in addition to `reward`, as pairs (end, reward), each
-#                    for the characters response[:end]
+#                    for the token that completes response[:end]
 #     metrics        of a step: {name: number}, whose means are logged
 #
-# truncated=True is final: nothing is added for what might have followed. Where gamma is 1 and every
-# episode is cut off, the critic would learn its own value plus the reward, and grow for ever. If a
-# limit of time is not part of the task, add what is still to come to the last reward.
+# truncated=True is final: the critic's value of what might have followed is not added to the
+# rewards. If it were added, gamma were 1 and every episode were cut off, the critic would learn its
+# own value plus the reward, and grow for ever. If a limit of time is not part of the task, add what
+# is still to come to the last reward.
 #
-# To use a task of your own, write a reward function for Prompts-v0, or pass --env-id
+# To use another task, write a reward function for Prompts-v0, or pass --env-id
 # my_module:MyEnv-v0.
 
 
@@ -1758,6 +1797,8 @@ FIRST_TRAINING_SEED = 2**20
 
 class SortDigits(gym.Env):
     """The answer to "52814=" is "12458". The reward is the share of digits in place.
+
+    A response of another length than the answer has the reward 0.
 
     Demonstrations show the digits in random order, so that sorting is learned from the reward
     alone. A tenth of the prompts, chosen by CRC, is held out for evaluations.
@@ -1893,7 +1934,7 @@ gym.register("SortDigits-v0", entry_point=SortDigits)
 gym.register("Prompts-v0", entry_point=Prompts)
 gym.register("GSM8K-v0", entry_point=GSM8K)
 
-ENV_TIMEOUT = 600  # seconds that the environments may take for a turn
+ENV_TIMEOUT = 600  # seconds within which the next environment must answer
 
 
 def start_threads(count: int) -> ThreadPool:
@@ -1905,12 +1946,18 @@ def start_threads(count: int) -> ThreadPool:
 
 @functools.cache
 def env_threads(count: int) -> ThreadPool:
-    """A thread for each environment. Most of them wait, for example for a judge."""
+    """A pool with a thread for each environment, but at most 256 threads.
+
+    Most threads wait, for example for the answer of a model that judges.
+    """
     return start_threads(min(count, 256))
 
 
 def set_up_thread(gradients: bool):
-    """Settings that each thread has for itself, and that code of users may have changed."""
+    """Set what code of users may have changed: gradients, default dtype, GPU.
+
+    Gradients and GPU are settings of a thread, the default dtype is one of the process.
+    """
     torch.set_grad_enabled(gradients)
     torch.set_default_dtype(torch.float32)
     if torch.cuda.is_initialized():
@@ -1957,7 +2004,7 @@ def to_float(x, name: str) -> float:
 
 
 def in_threads(method: Callable, turns, envs: list[gym.Env]):
-    """Call method(*turn) for each of `turns`, (episode, ...), on a thread of its own."""
+    """Call method(*turn) on threads, for each of `turns`, which are tuples (episode, ...)."""
 
     def call(turn):
         episode = turn[0]
@@ -1995,7 +2042,11 @@ def add_rewards(episode: Episode, reward, info, start, tokenizer):
 
 
 def decoder_rows(args) -> int:
-    """Number of rows of a rank's decoder: at most --rollout-slots, no more than the waves need."""
+    """Number of rows of a rank's decoder, at most --rollout-slots.
+
+    A rank plays its share of a rollout in as few waves as possible. The waves are
+    about equally large.
+    """
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     share = -(-samples // WORLD_SIZE)  # of a rank, rounded up
     waves = -(-share // args.rollout_slots)
@@ -2064,7 +2115,7 @@ class Clock:
 
 
 def sum_over_ranks(stats: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Sums over the microbatches of all ranks. The host waits for these."""
+    """Sum statistics over the microbatches of all ranks. Here the host waits for the device."""
     rows = torch.stack([torch.stack(list(row.values())) for row in stats]).detach().double()
     return dict(zip(stats[0], all_reduce(rows.sum(0)).tolist()))
 
@@ -2080,9 +2131,10 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 
 def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[str, float]:
-    """Play episodes at temperature 1, and greedily. Prints and returns their means.
+    """Play episodes at temperature 1, and play them again greedily. Prints and returns the means.
 
-    The reward does not contain --truncation-penalty.
+    Of the greedy episodes it returns the accuracy alone. The reward does not contain
+    --truncation-penalty.
     """
     if args.eval_episodes == 0:
         return {}
@@ -2132,7 +2184,8 @@ def iteration_metrics(
     scored = mask.any(1)
     sampler_gap = (e.sampler_logprobs - e.old_logprobs).abs()
     metrics = episode_means(episodes, "objective/") | {
-        "objective/reward": float(masked_mean(e.rewards.sum(1), scored)),  # without the KL
+        # This replaces the reward of episode_means: it contains --truncation-penalty, not the KL.
+        "objective/reward": float(masked_mean(e.rewards.sum(1), scored)),
         "objective/entropy": -float(masked_mean(e.old_logprobs, mask)),
         "objective/kl": float(masked_mean((e.old_logprobs - e.ref_logprobs).sum(1), scored)),
         "critic/explained_variance": explained_variance(e.values[mask], e.returns[mask]),
@@ -2197,7 +2250,7 @@ def sampler_tolerance(args) -> float:
     ones. A log-prob that is shifted by one token is off by 0.9.
     """
     tolerance = 0.1 if args.dtype == "bfloat16" else 1e-4
-    return tolerance / min(1.0, args.temperature)  # Log-probs are divided by it.
+    return tolerance / min(1.0, args.temperature)  # Logits are divided by it, with their rounding.
 
 
 def diagnose_ratio(
@@ -2205,20 +2258,25 @@ def diagnose_ratio(
 ) -> dict:
     """The metrics ratio/...: how far the ratio was from 1 and, if it stayed there, why.
 
-    If the updates use the `same_microbatches` as make_experience, the ratio of the first minibatch
-    is exactly 1. So is, in every precision, that of the other minibatches of the first epoch, until
-    a step changes the actor. In later epochs rounding moves it as well.
+    If the updates use the `same_microbatches` as make_experience, which recomputed the old
+    log-probs, the ratio of the first minibatch is exactly 1, in every precision. The other
+    minibatches of the first epoch have the ratio 1 as well, until a step changes the actor. In
+    later epochs the microbatches differ, and rounding alone moves the ratio.
     """
     measured = steps or [early_stop or {"ratio_dev": 0.0}]
     first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch
     first_epoch = len(minibatch_rows(experience, 0, state, args))  # number of its minibatches
+    # Later epochs round differently, so they are left out. Where an epoch is one minibatch, its
+    # ratio is always 1, and only later epochs can show that the ratio moves.
     seen = measured[:first_epoch] if first_epoch > 1 else measured
     taken = [step for step in steps if not step["skipped"]]
     lr = steps[-1]["lr"] if steps else 0.0
-    bf16 = args.dtype == "bfloat16"  # The sampler then shows no small changes of the weights.
+    # The change of the weights is measured on the sampler. In bfloat16 small changes vanish there.
+    bf16 = args.dtype == "bfloat16"
     tolerance = sampler_tolerance(args)
     sampler_dev = (experience.sampler_logprobs - experience.old_logprobs).abs()
     sampler_dev = float(masked_mean(sampler_dev, experience.mask))
+    # This is the mean |ratio - 1| that rounding explains.
     rounding = max(first_dev, 1e-7, 0.0 if bf16 else min(sampler_dev, tolerance))
     moved = not all(step["ratio_dev"] <= 2 * rounding for step in seen)  # NaN counts as moved.
     causes = {  # The first that holds is reported. Those below None are of a ratio that stays at 1.
@@ -2236,7 +2294,8 @@ def diagnose_ratio(
         "optimizer_noop": relative_update == 0 and lr > (1e-7 if bf16 else 1e-10),
         "one_update_by_design": len(steps) == 1 and relative_update > 0,
         "lr_or_clip_too_small": relative_update < (1e-4 if bf16 else 1e-6),
-        # After an earlier update the sampler, a copy of the actor, shows what the forward ignores.
+        # The sampler has the actor's earlier updates. If the actor's forward pass ignores them, its
+        # log-probs differ from the sampler's.
         "forward_ignores_update": sampler_dev > tolerance,
         "old_logprob_recomputed": args.recompute_old_logprobs and state.actor_steps > len(steps),
     }
@@ -2256,6 +2315,7 @@ def check_first_minibatch(metrics, experience, actor_step_stats, critic_step_sta
     Old log-probs and values are computed by the same weights in the same microbatches. They differ
     only if the updates run another forward pass, or if something changed them in between.
     """
+    # In the first iteration that trains the actor, all of its steps are those of this iteration.
     is_first = state.actor_steps == len(actor_step_stats)
     if is_first and metrics["ratio/diagnosis"] == "forward_mismatch":
         raise UserError(
@@ -2284,7 +2344,7 @@ def some_weights(model: Transformer) -> Tensor:
 
 
 def hand_over(actor: Transformer, sampler: Transformer) -> float:
-    """Give the sampler the actor's weights. Returns their change, relative to their norm."""
+    """Give the sampler the actor's weights. Returns the relative change of some of them."""
     before = some_weights(sampler)
     copy_weights(actor, sampler)
     after = some_weights(sampler)
@@ -2379,7 +2439,7 @@ def complete(args: Args) -> Args:
         if getattr(args, flag):
             setattr(args, flag, locate_model(getattr(args, flag)))
     if args.critic_lr is None:
-        # The head starts at zero, and a step of Adam moves values by about rate * width.
+        # The head starts at zero. A step of Adam moves a value by about rate * width: here 0.064.
         folder = args.critic_model or args.model
         args.critic_lr = 0.064 / (load_config(folder).hidden_size if folder else EMBEDDED_WIDTH)
     return args
@@ -2476,6 +2536,7 @@ def connect(args):
         with attempt("use --device cuda"):
             torch.cuda.set_device(LOCAL_RANK)
     if not dist.is_initialized():
+        # Without torchrun this process is the only rank. HashStore needs no network.
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", **alone)
 
@@ -2487,7 +2548,8 @@ def configure_torch(args):
         torch.set_num_threads(1)  # The default model is too small for more.
     if args.compile == "on":
         torch._dynamo.config.recompile_limit = 64  # Blocks of all models share one piece of code.
-        # Otherwise the backward pass of the norms has other kernels for few tokens than for many.
+        # Otherwise the compiler chooses the kernels of the norms' backward pass by the number of
+        # tokens, and compiles the blocks again when that number crosses its limit.
         torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
 
 
@@ -2556,9 +2618,12 @@ def shard(model: Transformer, args):
         return
     mesh = dist.DeviceMesh(args.device, list(range(WORLD_SIZE)))
     value_head = [] if model.head == "lm" else [model.score]  # It stays in float32.
-    embedding = [] if model.tied else [model.model.embed_tokens]  # It is large.
+    # The embedding is large, so it is a unit. A tied one is the head's as well: the root holds it.
+    embedding = [] if model.tied else [model.model.embed_tokens]
     for unit in (*model.model.layers, *value_head, *embedding, model):
         precision = torch.float32 if unit in value_head else getattr(torch, args.dtype)
+        # Weights are cast to `precision`, gradients are reduced in float32. Inputs are not cast,
+        # because FSDP would cast cos and sin in the Context as well.
         policy = fsdp.MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
         # The root, too, must reshard: its weights must be DTensors between forward and backward.
         fsdp.fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
@@ -2574,7 +2639,7 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
     """A model without weights: all are NaN, except for a scalar head, which is 0.
 
     It is sharded. A sampler is whole, and in the precision of the forward pass. The model is made
-    without storage, so that each rank allocates its shards alone.
+    without storage, so that each rank allocates only its own shards.
     """
     with torch.device("meta"):
         model = Transformer(config, head, args.activation_checkpointing, args.compile)
@@ -2591,6 +2656,7 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
         nn.init.constant_(p, math.nan)  # A weight that nobody initializes is noticed.
     if head == "scalar":
         nn.init.zeros_(model.score.weight)
+    # to_empty has given tied weights two storages, and the buffer `rope` one without content.
     model.tie_weights()
     model.rope = rope_frequencies(config)[0].to(args.device)
     return model
@@ -2624,7 +2690,7 @@ def embedded_model(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
 
 
 def max_sample_length(args) -> int:
-    """Tokens that a sample may have."""
+    """Maximum number of tokens of a sample, S."""
     return args.max_prompt_tokens + args.max_new_tokens
 
 
@@ -2658,7 +2724,7 @@ def build_actor(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
 
 
 def build_critic(actor: Transformer, tokenizer: HFTokenizer, args) -> Transformer:
-    """A copy of the actor, or --critic-model. Its head is zero unless the model has one."""
+    """A copy of the actor, or --critic-model. Its head is zero unless --critic-model brings one."""
     if args.critic_model:
         critic_tokenizer, critic = load_model(args.critic_model, "scalar", args, needs_head=False)
         check_vocabulary(critic_tokenizer, tokenizer)
@@ -2690,8 +2756,8 @@ def add_scores(episodes: list[Episode], reward_model: FrozenModel, args):
     """Add the reward model's score of each conversation to the reward of the last token.
 
     The reward model reads the conversation in its own chat template, with its own tokenizer. The
-    score is its output at the last token. It does not see whether a response was cut off: for that
-    there is --truncation-penalty.
+    score is its output at the last token. The reward model does not see whether a response was cut
+    off. For that there is --truncation-penalty.
     """
     model, tokenizer = reward_model
     texts = []
@@ -2700,7 +2766,7 @@ def add_scores(episodes: list[Episode], reward_model: FrozenModel, args):
         # Classifiers of transformers read their output at the last token that is not padding.
         while ids[-1] == model.config.pad_token_id and len(ids) > 1:
             ids.pop()
-        text = Episode(episode.env_seed)
+        text = Episode(episode.env_seed)  # It has an empty mask. Only ids and lengths are used.
         text.add(ids)
         texts.append(text)
     experience = Experience.from_episodes(texts)
@@ -2756,6 +2822,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
                     info["demonstration"], tokenizer.render(episode.conversation)
                 )
             ids = [*ids, tokenizer.eos_id][: args.max_new_tokens]
+            # With log-probs, of any value, the tokens are in the mask.
             episode.add(ids, [0.0] * len(ids))
             episodes.append(episode)
         experience = Experience.from_episodes(episodes)
@@ -2787,7 +2854,7 @@ class TrainState:
 
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
-if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is with nohup
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup sets it: SIGHUP stays ignored.
     SIGNALS.append(signal.SIGHUP)
 
 
@@ -2805,7 +2872,7 @@ class StopSignals:
         self.received = 0  # the signal that this rank has received
         self.number = 0  # the signal that any rank had received when `agree` was called
         self.immediate = False
-        self.restore = contextlib.ExitStack()  # At its end the earlier handlers return.
+        self.restore = contextlib.ExitStack()  # On exit it sets the earlier handlers again.
 
     def catch(self):
         if threading.current_thread() is not threading.main_thread():
@@ -2831,7 +2898,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def at_once(self):
-        """Within this context a signal ends the context. `number` then has it."""
+        """A signal ends the body of this context at once, and is then in `number`."""
         try:
             self.immediate = True
             yield
@@ -2908,7 +2975,8 @@ class Run:
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
         i = self.state.iteration
         samples = logged_samples(episodes, experience)
-        for name, value in vars(self.state).items():  # before the first checkpoint needs it
+        # Check TrainState in the first iteration, long before a checkpoint needs it as JSON.
+        for name, value in vars(self.state).items():
             with attempt(f"save TrainState.{name}, {value!r:.80}, as JSON"):
                 loaded = json.loads(json.dumps(value))
                 if repr(loaded) != repr(value):
@@ -3038,7 +3106,7 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
             partial.rename(path)
             with contextlib.suppress(OSError):  # What cannot be read is not deleted.
                 for old in list(filter(is_complete, run_checkpoints(folder)))[KEEP_CHECKPOINTS:]:
-                    shutil.rmtree(old, ignore_errors=True)  # a link stays
+                    shutil.rmtree(old, ignore_errors=True)  # It does not remove a symbolic link.
     print0(f"saved {path}")
 
 

@@ -10,8 +10,8 @@
 
 A finished run appends a line to data/table.jsonl. A run whose line is there is not made again, so the command can be
 interrupted and repeated, and runs of several days add up. A line counts as long as the code is the same. The code of a
-run is the syntax tree of both scripts, without docstrings and comments, and of the files that the row names; for a
-patched run also the text of the patch. In the end the command writes the newest line of each run into table.md.
+run is the syntax tree of both scripts, without docstrings and comments, of the patched script, and of the files that
+the row names. In the end the command writes the newest line of each run into table.md.
 
 --jobs runs (default 2) are made at a time, each on one thread. Rows that measure time come last. Their runs are made
 one at a time, and wait until the processor is idle. --model-dir, or the variable MODEL_DIR, is the folder that
@@ -584,12 +584,24 @@ def tree(text: str) -> str:
     return ast.dump(parsed)
 
 
+@functools.cache
+def patched_text(script: str, patch: str) -> str:
+    """The text of ppo_llm.py after a patch."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, SCRIPTS[0])
+        path.write_text(script)
+        subprocess.run(["git", "apply", "-"], cwd=folder, input=patch, text=True, check=True)
+        return path.read_text()
+
+
 def code_of(run: Run, files: tuple[str, ...] = (), root: Path = ROOT) -> str:
     """A hash of all code that decides what a run gives."""
     files += ("benchmarks/tasks.py",) * ("benchmarks.tasks" in run.flags)
     paths = [*SCRIPTS, *(path.relative_to(root) for name in files for path in sorted(root.glob(name)))]
-    paths += [Path("forks", f"{run.patch}.patch")] if run.patch else []
     texts = [(path, (root / path).read_text()) for path in map(str, paths)]
+    if run.patch:
+        patch = (root / "forks" / f"{run.patch}.patch").read_text()
+        texts.append((f"{run.patch}.py", patched_text(texts[0][1], patch)))
     parts = [path + (tree(text) if path.endswith(".py") else text) for path, text in texts]
     if run.make != "script_numbers":
         parts.append(tree(inspect.getsource(globals()[run.make])))

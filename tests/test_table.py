@@ -32,7 +32,19 @@ class A:
         """A function."""
         return RATE * x
 '''
+PATCH = """--- a/ppo_llm.py
++++ b/ppo_llm.py
+@@ -10,1 +10,1 @@
+-        return RATE * x
++        return 2 * RATE * x
+"""
 JOB = table.Job("sort", "constant", 2)
+
+
+def write(folder, texts):
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
 
 
 def test_a_tree_has_no_comments_and_docstrings():
@@ -45,9 +57,8 @@ def test_a_tree_has_no_comments_and_docstrings():
 
 
 def test_the_code_of_a_run(tmp_path):
-    for name in (*table.SCRIPTS, "benchmarks/tasks.py", "forks/lora.patch", "docs/page.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(SCRIPT)
+    write(tmp_path, {name: SCRIPT for name in (*table.SCRIPTS, "benchmarks/tasks.py", "docs/page.md")})
+    write(tmp_path, {"forks/lora.patch": PATCH})
     runs = {
         "plain": (table.Run(), ()),
         "patched": (table.Run(patch="lora"), ()),
@@ -57,18 +68,20 @@ def test_the_code_of_a_run(tmp_path):
     codes = lambda: {name: table.code_of(*run, tmp_path) for name, run in runs.items()}
     before = codes()
     assert len(set(before.values())) == len(runs)
-    for name, whose in (
-        (table.SCRIPTS[1], set(runs)),
-        ("forks/lora.patch", {"patched"}),
-        ("benchmarks/tasks.py", {"task"}),
-        ("docs/page.md", {"file"}),
+    for name, text, old, new, whose in (
+        (table.SCRIPTS[0], SCRIPT, "0.5", "0.25", set(runs)),
+        (table.SCRIPTS[0], SCRIPT, "A module.", "Other words.", set()),
+        (table.SCRIPTS[1], SCRIPT, "0.5", "0.25", set(runs)),
+        ("benchmarks/tasks.py", SCRIPT, "0.5", "0.25", {"task"}),
+        ("benchmarks/tasks.py", SCRIPT, "A module.", "Other words.", set()),
+        ("forks/lora.patch", PATCH, "2 * RATE", "3 * RATE", {"patched"}),
+        ("forks/lora.patch", PATCH, "+        return 2 *", "+        # a comment\n+        return 2 *", set()),
+        ("docs/page.md", SCRIPT, "A module.", "Other words.", {"file"}),
     ):
-        (tmp_path / name).write_text(SCRIPT.replace("0.5", "0.25"))
-        assert {run for run, code in codes().items() if code != before[run]} == whose, name
-        (tmp_path / name).write_text(SCRIPT.replace("A module.", "Other words."))
-        text_counts = whose if name in ("forks/lora.patch", "docs/page.md") else set()
-        assert {run for run, code in codes().items() if code != before[run]} == text_counts, name
-        (tmp_path / name).write_text(SCRIPT)
+        changed = text.replace(old, new).replace("+10,1", "+10,2" if "a comment" in new else "+10,1")
+        write(tmp_path, {name: changed})
+        assert changed != text and {run for run, code in codes().items() if code != before[run]} == whose, (name, new)
+        write(tmp_path, {name: text})
 
 
 def line_of(job: table.Job, numbers: dict, **changes) -> dict:
