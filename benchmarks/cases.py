@@ -42,7 +42,7 @@ class Case:
 HEALTHY = Run("healthy")
 CASES = {
     "healthy": Case("healthy",
-                    "A healthy run: the reward rises from the first iterations, and the entropy falls to 0.01",
+                    "A healthy run: the reward rises from the first iterations, and the entropy falls to 0.02",
                     [HEALTHY], [REWARD, ENTROPY, CLIPFRAC, EXPLAINED]),
     "rate": Case("a learning rate ten times too large",
                  "Ten times the learning rate throws the policy far away at once, and the way back is long",
