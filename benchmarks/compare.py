@@ -2,7 +2,8 @@
 
     python benchmarks/compare.py runs/mine             # a few seconds; beside the runs of the same task
     python benchmarks/compare.py runs/mine --task sums
-    python benchmarks/compare.py check default runs/a ...  # how often are healthy runs outside?
+    python benchmarks/compare.py check default             # is each healthy run inside the bands of the others?
+    python benchmarks/compare.py errors default            # how often is a healthy run outside?
     echo "COMMIT COMMAND" | python benchmarks/compare.py add sums runs/a ...    # adds runs to data/reference.jsonl
 
 Prints what differs in the flags, a line for each metric, the first metric that leaves its band and where, and at last
@@ -12,10 +13,14 @@ fortieth of the run, of some metrics the geometric one.
 The band around the mean of the reference runs has two parts. One is WIDTH standard deviations of a run, from one seed
 to another. The other is SHARE times the range of the mean over the run, but at least LEVEL times its largest value,
 because a few reference runs may be closer to each other than seeds usually are. Numbers below those of SMALLEST count
-as equal to them: they all mean that the policy hardly moves, and late in a run they differ by large factors. `check`
-compares each reference run with the others, and further runs with all of them.
+as equal to them: they all mean that the policy hardly moves, and late in a run they differ by large factors.
+
+The data also has healthy runs that are no references, of the task NAME "default, other seeds". `check` compares each
+reference run with the others, and these runs with all references. `errors` draws references from all healthy runs at
+random, compares one of the other runs with them, and counts how often it is outside.
 """
 
+import collections
 import json
 import sys
 from pathlib import Path
@@ -31,6 +36,7 @@ LOGARITHMIC = ("actor/approx_kl", "actor/grad_norm", "critic/value_loss")
 MAY_DIFFER = ("seed", "run_name", "log_dir", "resume", "save_every", "eval_every", "eval_episodes", "track",
               "wandb_project", "rollout_slots", "micro_batch_tokens", "compile", "device")  # fmt: skip
 SMALLEST = {"actor/approx_kl": 0.003, "actor/clipfrac": 0.01}
+OTHER_SEEDS = ", other seeds"  # in the name of the task
 WIDTH, SHARE, LEVEL = 4.25, 0.1, 0.01  # Of 600 normal numbers one is 4.25 standard deviations off in 1 % of all runs.
 
 
@@ -109,16 +115,40 @@ def first_outside(found: dict) -> tuple[str, int] | None:
     return min(left.items(), key=lambda item: item[1]) if left else None
 
 
-def check(task: str, folders: list[str]) -> None:
+def healthy_runs(task: str) -> tuple[list[dict], list[dict]]:
+    """The reference runs of a task, and the healthy runs with other seeds."""
+    runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    return tuple([run for run in runs if run["task"] == name] for name in (task, task + OTHER_SEEDS))
+
+
+def check(task: str) -> None:
     """Prints which of the reference runs leave the band of the others, and which further runs that of all of them."""
-    runs = [run for run in map(json.loads, RESULTS.read_text().splitlines()) if run["task"] == task]
+    runs, others = healthy_runs(task)
     n = iterations_of_a_point(runs[0]["args"])
     tried = [(f"reference run {i + 1}", run, runs[:i] + runs[i + 1 :]) for i, run in enumerate(runs)]
-    tried += [(folder, read(Path(folder), n), runs) for folder in folders]
+    tried += [(f"run {i + 1} with another seed", run, runs) for i, run in enumerate(others)]
     for name, mine, references in tried:
         left = first_outside(compare(mine, references))
         where = f"outside, first {left[0]} at iteration {n * left[1] + 1}" if left else "inside"
         print(f"{name}, beside {len(references)} runs: {where}")
+
+
+def errors(runs: list[dict], references: int, draws: int = 2000) -> dict[str, int]:
+    """{metric: in how many of the draws a healthy run left its band in this metric first}"""
+    generator, count = np.random.default_rng(0), collections.Counter()
+    for _ in range(draws):
+        mine, *others = generator.choice(len(runs), references + 1, replace=False)
+        if left := first_outside(compare(runs[mine], [runs[i] for i in others])):
+            count[left[0]] += 1
+    return dict(count.most_common())
+
+
+def print_errors(task: str, draws: int = 2000) -> None:
+    runs = [run for group in healthy_runs(task) for run in group]
+    for references in 5, 3, 2:
+        count = errors(runs, references, draws)
+        share = sum(count.values()) / draws
+        print(f"{references} of {len(runs)} healthy runs as references: outside in {share:.1%} of {draws} draws; {count}")
 
 
 def draw(found: dict, n: int, path: Path):
@@ -155,7 +185,7 @@ def main(folder: str, task: str | None = None) -> bool:
         sys.exit(f"{folder} is not the folder of a run")
     args = read_args(Path(folder))
     same = lambda reference: all(reference[name] == args[name] for name in ("env_id", "env_kwargs"))
-    tasks = {run["task"]: run for run in runs if task or same(run["args"])}
+    tasks = {run["task"]: run for run in runs if (task or same(run["args"])) and OTHER_SEEDS not in run["task"]}
     if not tasks:
         sys.exit(f"no reference runs with --env-id {args['env_id']} --env-kwargs {args['env_kwargs']}; "
                  "--task NAME compares with those of another")  # fmt: skip
@@ -187,8 +217,8 @@ def main(folder: str, task: str | None = None) -> bool:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["check"]:
-        check(sys.argv[2], sys.argv[3:])
+    if sys.argv[1:2] in (["check"], ["errors"]):
+        {"check": check, "errors": print_errors}[sys.argv[1]](sys.argv[2])
     elif sys.argv[1:2] == ["add"]:
         task, *folders = sys.argv[2:]
         commit, command = sys.stdin.read().strip().split(" ", 1)  # "COMMIT COMMAND"

@@ -35,6 +35,22 @@ def test_a_healthy_run_is_inside_of_the_band_of_other_runs():
         assert left(mine, RUNS[:i] + RUNS[i + 1 :]) == {}
 
 
+def test_a_healthy_run_with_another_seed_is_inside(capsys):
+    references, others = compare.healthy_runs("default")
+    assert references == RUNS and len(others) >= 5
+    compare.check("default")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(references) + len(others) and all(line.endswith(": inside") for line in lines)
+
+
+def test_errors_counts_draws_in_which_a_run_is_outside_of_the_band_of_others():
+    points = RUNS[0]["points"]
+    other = {"points": points | {"critic/value_mean": [x + 5 for x in points["critic/value_mean"]]}}
+    count = compare.errors([*RUNS, other], 5, draws=120)  # All other runs are references.
+    assert count.keys() == {"critic/value_mean"} and 10 < count["critic/value_mean"] < 30  # a sixth of the draws
+    assert compare.errors(RUNS, 4, draws=20) == {}
+
+
 def test_small_numbers_late_in_a_run_say_nothing():
     points, late = RUNS[0]["points"], 33
     still = {"actor/approx_kl": math.log(1e-7), "actor/clipfrac": 0.0}  # the policy does not move
