@@ -148,7 +148,8 @@ def print_errors(task: str, draws: int = 2000) -> None:
     for references in 5, 3, 2:
         count = errors(runs, references, draws)
         share = sum(count.values()) / draws
-        print(f"{references} of {len(runs)} healthy runs as references: outside in {share:.1%} of {draws} draws; {count}")
+        drawn = f"{references} of {len(runs)} healthy runs"
+        print(f"beside {drawn}, another one is outside in {share:.1%} of {draws} draws: {count}")
 
 
 def draw(found: dict, n: int, path: Path):
