@@ -18,12 +18,13 @@ stands on: 6. transformer, 7. tokenizer and checkpoints of Hugging Face, 8. text
 9. statistics and diagnosis, 10. ranks and models, 11. run folder and resuming.
 
 Models. The actor is the policy that is trained. Its weights are float32 in every precision. The
-old log-probs, which the ratio pi / pi_old divides by, are those of the actor before the updates of
-an iteration (by default). The critic predicts the reward that is still to come. It starts as a copy
-of the actor with a scalar head of zeros, or from --critic-model, and is trained on the returns of
-GAE with --critic-lambda. The reference is the actor as it was when PPO began, after any warm start.
-The optional reward model is a frozen classifier. The sampler, an unsharded copy of the actor on
-every rank, generates text. It receives the actor's new weights at the end of each iteration.
+old log-probs, those of pi_old in the ratio pi / pi_old, are the actor's before the updates of an
+iteration, or with --no-recompute-old-logprobs those that the sampler recorded. The critic predicts
+the reward that is still to come. It starts as a copy of the actor with a scalar head of zeros, or
+from --critic-model, and is trained on the returns of GAE with --critic-lambda. The reference is the
+actor as it was when PPO began, after any warm start. The optional reward model is a frozen
+classifier. The sampler, an unsharded copy of the actor on every rank, generates text. It receives
+the actor's new weights at the end of each iteration.
 
 Layout. A sample is an episode: a prompt, a response and, in environments of several turns, further
 messages and responses. It is one row of a tensor [N, T] or [B, T]. Rows start at index 0 and are
@@ -32,14 +33,14 @@ padded on the right. What belongs to a token is stored at the index of that toke
     mask[b, t]      is True if token t is trained on: it was sampled, and its episode has a reward
     logprobs[b, t]  = log pi(token t | tokens before t), for each policy pi
     values[b, t]    is the critic's value of the state in which token t was sampled
-    rewards[b, t]   is the reward of token t: the environment's reward of a turn goes to the last
-                    token of its response, info["rewards"] of a step to tokens within it
+    rewards[b, t]   is the reward of token t. The environment's reward of a turn is at the last
+                    token of the response. Its dense rewards are at tokens within the response.
 
 Dimensions: N counts the samples of a rollout, B the rows of a microbatch or of the decoder, T the
 tokens of the longest row. S is the largest T that is allowed. V is the size of the vocabulary, H
-the number of query heads, Hkv that of key heads, G = H / Hkv, and D the size of a head. `Packing`
-defines n and m. A minibatch is the data of an optimizer step. A microbatch (`mb`) is the data of a
-forward and backward pass.
+the number of query heads, Hkv that of key heads, G = H / Hkv, and D the size of a head. In a
+microbatch without padding n counts the tokens, and m those that were sampled. A minibatch is the
+data of an optimizer step. A microbatch (`mb`) is the data of a forward and backward pass.
 
 Ranks are the processes that torchrun starts. All of them hold the same experience. Each plays its
 share of the episodes and trains on its share of every minibatch. The loss of a rank is the sum over
@@ -179,16 +180,16 @@ class Args:
 
     # --- Optimisation
 
-    # number of samples per optimizer step (the minibatch), on all ranks together; the samples of a
-    # rollout must be a multiple of it
+    # number of samples per optimizer step (the minibatch), on all ranks together; the number of
+    # samples of a rollout must be a multiple of it
     train_batch_size: int = 64
     # maximum number of tokens per microbatch on a rank; a longer sample is a microbatch of its own;
     # on GPUs of 80 GB set 16384 or more
     micro_batch_tokens: int = 4096
     ppo_epochs: int = 2  # number of epochs that the actor is trained on each rollout
-    # number of epochs that the critic is trained on each rollout; 0: no critic, so an advantage is
-    # the sum of the rewards of its token and of later ones, discounted by gamma * lambda, then
-    # whitened like all advantages; default: --ppo-epochs
+    # number of epochs that the critic is trained on each rollout, by default --ppo-epochs; 0: there
+    # is no critic, all values are 0, and an advantage, before it is whitened, is the sum of the
+    # rewards of its token and of later ones, discounted by gamma * lambda
     critic_epochs: int | None = None
     # learning rate of the actor at the start; default: 1e-5 if --model is given, else 5e-4
     actor_lr: float | None = None
@@ -196,8 +197,8 @@ class Args:
     # 1e-3 for the built-in model and 7e-5 for Qwen2.5-0.5B
     critic_lr: float | None = None
     lr_end: float = 0.05  # both learning rates fall linearly to this fraction of their start
-    # number of first iterations that train the critic alone; the actor's learning rate falls over
-    # the iterations after them, the critic's over all iterations
+    # number of iterations at the start that train the critic alone; the actor's learning rate falls
+    # over the iterations after them, the critic's over all iterations
     critic_warmup_iterations: int = 0
     max_grad_norm: float = 1.0  # maximum norm of a gradient; a larger gradient is scaled down
 
@@ -219,11 +220,11 @@ class Args:
     # token, without a step on that minibatch; default: no limit
     target_kl: float | None = None
     kl_coef: float = 0.01  # coefficient of KL(actor || reference); 0: there is no reference
-    # estimator of the KL as a term of the loss; default: the KL is no term of the loss, and the
-    # rewards are reduced by kl_coef times log(pi / pi_ref), the estimator k1
+    # puts the KL into the loss, with this estimator; default: the KL is in the rewards, which are
+    # reduced by kl_coef times log(pi / pi_ref), the estimator k1
     kl_loss: Literal["k2", "k3"] | None = None
-    # amount subtracted from a sample's reward if it ended at --max-new-tokens; the sample is
-    # trained on all the same
+    # amount subtracted from a sample's reward if it ended at --max-new-tokens, or because the
+    # environment's reply did not fit; the sample is trained on all the same
     truncation_penalty: float = 0.0
 
     # --- Evaluation and saving
@@ -242,7 +243,9 @@ class Args:
 
 
 # === 2. Mathematics of PPO ===
-# Tensors are [N, T] or [B, T]. `mask` is True at sampled tokens. Other entries are ignored.
+# Tensors are [N, T] or [B, T]. `mask` is True at the tokens that are trained on, those that were
+# sampled in episodes with a reward. Other entries are ignored. Where only such episodes are meant,
+# these are "the sampled tokens".
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -253,7 +256,8 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere.
 
-    If the standard deviation of x is below 1e-3, that of the result is visibly below 1.
+    The 1e-8 below makes the standard deviation of the result visibly less than 1 if that of x is
+    less than 1e-3.
     """
     centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
@@ -263,11 +267,12 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Estimates of KL(pi || pi_ref) from sampled tokens: http://joschu.net/blog/kl-approx.html.
 
-    In the reward, k1 penalizes the KL of a token and of all later ones. As a term of the loss, k1
-    is useless: over samples of pi its expected gradient is 0. The expected gradient of k2 is that
-    of KL(pi || pi_ref). The expected gradient of k3 is that of KL(pi_ref || pi). Both penalize a
-    token's own KL alone, not that of later ones. The samples are of pi_old, so the loop weights a
-    KL in the loss by pi / pi_old.
+    In the reward, k1 reaches the advantages, which sum later rewards: a token pays for its own KL
+    and for that of all later tokens. In the loss, a token pays for its own KL alone. There k1 is
+    useless, because its expected gradient over samples of pi is 0. The expected gradient of k2 is
+    that of KL(pi || pi_ref). The expected gradient of k3 is that of the other direction,
+    KL(pi_ref || pi). The samples are of pi_old, so the loop weights a KL in the loss by
+    pi / pi_old.
     """
     logratio = logprobs - ref_logprobs
     if kind == "k1":
@@ -312,7 +317,8 @@ def policy_loss(
     """The clipped surrogate of PPO (https://arxiv.org/abs/1707.06347, eq. 7) as a loss.
 
     A token's loss is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) with r = pi / pi_old.
-    With recomputed old log-probs the ratios of an iteration's first minibatch are exactly 1.
+    With recomputed old log-probs the ratios of an iteration's first minibatch are exactly 1, as
+    `make_experience` explains.
     Loss and statistics are sums over the mask divided by `denom`, the number of sampled tokens in
     the whole minibatch, so the results of its microbatches add up. dual_clip is that of
     https://arxiv.org/abs/1912.09729, eq. 5.
@@ -371,9 +377,9 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         warm_start(actor, tokenizer, envs[0], args)
     critic = build_critic(actor, tokenizer, args) if args.critic_epochs else None
     reference = copy_model(actor, args) if args.kl_coef else None
-    # FORK: another frozen model. For example, `teacher, its_tokenizer = frozen_model(path, "lm",
-    # args)` loads a teacher. If the teacher reads the actor's token ids, call
-    # `check_vocabulary(its_tokenizer, tokenizer)` first. In make_experience,
+    # FORK: another frozen model. `frozen_model` returns a pair: `teacher, its_tokenizer =
+    # frozen_model(path, "lm", args)` loads a teacher, for example. If the teacher reads the actor's
+    # token ids, call `check_vocabulary(its_tokenizer, tokenizer)` first. In make_experience,
     # `logprobs_of_all(teacher, ...)` scores the samples.
     reward_model = frozen_model(args.reward_model, "scalar", args) if args.reward_model else None
     actor_optimizer = make_optimizer(actor)
@@ -420,7 +426,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
 
         # --- Old log-probs, values, rewards, advantages: computed once, constant from here on.
         if reward_model:
-            add_scores(episodes, reward_model, args)  # An episode's last token gets its score.
+            add_scores(episodes, reward_model, args)  # to the reward of each last token
         experience = make_experience(episodes, actor, critic, reference, state, args)
         # FORK: choice of samples. All of `experience` is logged. Advantages are already whitened.
         trained = experience  # or experience.select(rows)
@@ -502,7 +508,9 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         # FORK: memory across iterations. Add fields to `TrainState`, which is saved as JSON.
         # FORK: a reference that is renewed. Call copy_weights(actor, reference) every so often.
         clock.end("hand_over")
-        same_microbatches = trained is experience  # Those of a selection round differently.
+        # A selection has other microbatches than those that were scored. They round differently, so
+        # the first ratio of a selection is only nearly 1.
+        same_microbatches = trained is experience
         metrics = iteration_metrics(
             episodes, experience, actor_step_stats, critic_step_stats, evaluation, clock
         ) | diagnose_ratio(
@@ -680,9 +688,9 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     # FORK: reward shaping. Evaluations do not use it. Every rank must compute the same numbers for
     # all samples. The samples of one prompt are adjacent. Skip rows whose mask is empty: they have
     # no reward. Put a sample's reward on its last token: on every token it would favour long
-    # responses. Compare sums over tokens with a tolerance, because rounding depends on the order of
-    # a sum. To leave the logged reward as it is, change `rewards` below and not
-    # `experience.rewards`.
+    # responses. To test whether two samples have the same reward, compare their sums over tokens
+    # with a tolerance, because rounding depends on the order of a sum. To leave the logged reward
+    # as it is, change `rewards` below and not `experience.rewards`.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             experience.rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
@@ -691,7 +699,8 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
         kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, "k1")
         kl_penalty = args.kl_coef * kl
     rewards = experience.rewards - kl_penalty
-    if not (rewards.square().sum() * mask.shape[1] ** 2).isfinite():  # Whitening could overflow.
+    # Whitening sums squared advantages. Without a critic their sum is at most this large.
+    if not (rewards.square().sum() * mask.shape[1] ** 2).isfinite():
         raise UserError("a reward, or its penalty for the KL, is not finite, or is too large")
 
     # --- Values, returns, advantages. Advantages are whitened over all sampled tokens.
@@ -717,7 +726,8 @@ def minibatch_rows(experience: Experience, epoch: int, state, args) -> list[Tens
     seed = ((args.seed * 1_000_003 + state.iteration) * 1_000_003 + epoch) % 2**63
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(experience.tokens), generator=generator)
-    # Without sampled tokens gradients are 0, but Adam's momentum would move the weights.
+    # Minibatches without sampled tokens are left out. Their gradients are 0, but the momentum of
+    # Adam would move the weights.
     return [rows for rows in order.split(args.train_batch_size) if experience.mask[rows].any()]
 
 
@@ -817,11 +827,13 @@ def sample_token(decoder: Decoder, n_visible: int):
     newest = decoder.tokens.gather(1, position)
     logits = decoder.sampler.next_logits(newest, position, decoder.cache, n_visible)  # [B, V]
     # FORK: sampling. If you add top-p or top-k, record the log-probs of the filtered policy and
-    # weight the loss by exp(old - recorded), as forks/sampler_correction.patch does. Do not
-    # filter old and new log-probs: after an update the filter may remove a sampled token.
+    # weight the loss by exp(old_logprobs - sampler_logprobs), as forks/sampler_correction.patch
+    # does. Do not filter old and new log-probs: after an update the filter may remove a sampled
+    # token.
     logits /= decoder.temperature
     noisy_logits = logits  # [B, V]
-    if decoder.draws_noise:  # The argmax of logits plus Gumbel noise is a sample.
+    # The argmax of logits plus Gumbel noise is a sample. `noise_scale` is 0 in greedy decoding.
+    if decoder.draws_noise:
         noise = gumbel_noise(decoder.noise_keys, decoder.length, logits.shape[1])
         noisy_logits = logits + decoder.noise_scale * noise
     token = noisy_logits.argmax(-1, keepdim=True)  # [B, 1]
@@ -847,7 +859,8 @@ def generate_turn(decoder: Decoder, episodes: list[Episode], cached: int, args):
     for start in range(cached, used, at_once):
         index = torch.arange(start, min(start + at_once, used), device=newest.device)
         positions = torch.where(index < newest, index, decoder.scratch)  # [B, at_once]
-        n_visible = round_up(start + len(index), 16)  # Attention kernels need an aligned mask.
+        # Kernels need an attention mask whose last dimension is a multiple of 16.
+        n_visible = round_up(start + len(index), 16)
         decoder.sampler.prefill(decoder.tokens[:, index], positions, decoder.cache, n_visible)
     for _ in progress_bar(range(0, args.max_new_tokens, decoder.steps_per_wait), "decoding"):
         if not decoder.alive.any():  # Here the host waits for the device.
@@ -857,14 +870,15 @@ def generate_turn(decoder: Decoder, episodes: list[Episode], cached: int, args):
             decoder.step(used)
     tokens, logprobs = decoder.tokens.tolist(), decoder.logprobs.tolist()
     for row, (episode, end) in enumerate(zip(episodes, decoder.length.tolist())):
-        new = slice(len(episode.ids), end)
+        new = slice(len(episode.ids), end)  # empty if the episode had ended before
         episode.add(tokens[row][new], logprobs[row][new])
 
 
 @torch.no_grad()
 def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> list[Episode]:
-    """Play this rank's share: an episode for each of `seeds`, in waves of one per decoder row.
+    """Play this rank's share: an episode for each of `seeds`, in waves.
 
+    A wave has as many episodes as the decoder has rows.
     The sampling noise depends on `iteration`, which is negative in evaluations, and on
     `sample_ids`, the positions of these episodes in the list of all ranks.
     """
@@ -882,7 +896,8 @@ def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> lis
                 if not episode.stop
             ]
             generate_turn(decoder, wave, cached, args)
-            # The cache now has all tokens but the newest. What end_turn adds is not in it.
+            # In each row the cache now has all tokens but the newest. What end_turn adds is not in
+            # it. The next prefill begins where the shortest row ends, and writes some tokens again.
             cached = min(len(episode.ids) for episode, *_ in turns) - 1
             in_threads(Episode.end_turn, turns, envs)
     return episodes
@@ -903,8 +918,8 @@ def play(decoder, tokenizer, envs, seeds, iteration, args) -> list[Episode]:
 # === 6. Transformer, KV cache, log-probs, sampling noise ===
 
 
-# longrope is left out: its frequencies depend on the length of the whole text. Those of "dynamic"
-# are fixed up to max_position_embeddings, which load_model does not let a sample exceed.
+# longrope is left out: its frequencies depend on the length of the whole text. The frequencies of
+# "dynamic" are fixed up to max_position_embeddings, which load_model does not let a sample exceed.
 ROPE_TYPES = "default", "linear", "dynamic", "yarn", "llama3"
 
 
@@ -983,8 +998,8 @@ class Packing:
 
     def unpack_sampled(self, x: Tensor) -> Tensor:
         """[m] -> [B, T]"""
-        # clone: FSDP puts a hook on the result. If the result were a view, a change in place would
-        # drop the hook, and the backward pass would not gather the weights.
+        # clone: FSDP puts a hook on the result, to gather the weights before the backward pass. If
+        # the result were a view, an operation of the caller in place would drop the hook.
         return self.unpack(x, self.place[self.sampled]).clone()
 
 
@@ -1013,7 +1028,8 @@ class Context:
     packing: Packing | None = None
     cache: KVCache | None = None
     n_visible: int | None = None
-    # bool [B * Hkv, 1, G * T, n_visible]: what is seen of the cache; None: see `attend_to_lengths`
+    # The attention mask, bool [B * Hkv, 1, G * T, n_visible], says what is seen of the cache.
+    # If it is None, `attend_to_lengths` computes the attention.
     mask: Tensor | None = None
 
 
@@ -1030,7 +1046,7 @@ def attend_packed(q, k, v, packing: Packing) -> Tensor:
     """Causal attention within packed samples. q [n, H, D]; k, v [n, Hkv, D] -> [n, H, D]"""
     if has_varlen(q):
         starts, T = packing.starts, packing.shape[1]
-        return varlen_attn(  # The window is causal.
+        return varlen_attn(  # The window (-1, 0) is causal: all tokens before, none after.
             q, k, v, starts, starts, T, T, window_size=(-1, 0), enable_gqa=True
         )
     return packing.pack(attend_padded(*(packing.unpack(x, packing.place) for x in (q, k, v))))
@@ -1060,8 +1076,8 @@ def attend_to_lengths(q, k, v, context: Context) -> Tensor:
     """Attention of one token per row. q [B, Hkv, G, D]; k, v [B, Hkv, size, D] -> [B*Hkv*G, 1, D]
 
     In each row the kernel reads the positions that the row has filled. With a mask it would read
-    `n_visible` positions in every row. A finished row stands at `decoder.scratch`. Where that is
-    not among the first `n_visible` positions, the row reads one position.
+    `n_visible` positions in every row. A finished row stands at `decoder.scratch`, and its result
+    is not used. It reads one position if that place is beyond the first `n_visible` ones.
     """
     B, Hkv, G, D = q.shape
     lengths = torch.where(context.positions < context.n_visible, context.positions + 1, 1)  # [B, 1]
@@ -1197,7 +1213,8 @@ class Transformer(nn.Module):
         if tokens.shape[1] > 1 or not has_varlen(self.model.norm.weight):
             Hkv = self.config.num_key_value_heads
             G = self.config.num_attention_heads // Hkv
-            queries = positions.repeat(1, G).repeat_interleave(Hkv, 0)  # [B * Hkv, G * T]
+            # The position of each query, in the order of attend_cached: [B * Hkv, G * T].
+            queries = positions.repeat(1, G).repeat_interleave(Hkv, 0)
             mask = torch.arange(n_visible, device=tokens.device) <= queries[:, None, :, None]
         return self.hidden_states(tokens, positions, cache=cache, n_visible=n_visible, mask=mask)
 
@@ -1231,8 +1248,8 @@ class Transformer(nn.Module):
     def values(self, x: Tensor) -> Tensor:
         """The head's values, [..., hidden] -> [...].
 
-        They are float32, because bfloat16 would round values too coarsely. clone: as in
-        `Packing.unpack_sampled`.
+        They are float32, because bfloat16 would round values too coarsely. `shard` keeps the weight
+        of the head in float32. clone: as in `Packing.unpack_sampled`.
         """
         return self.score(x.float())[..., 0].clone()
 
@@ -1256,7 +1273,8 @@ class KVCache:
     def update(self, layer: int, k, v, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write k, v [B, T, Hkv, D] at `positions` [B, T]. Returns all, [B, Hkv, size, D]."""
         keys, values = self.layers[layer]
-        # A slice stands between the two indices. The indexed part is thus [B, T, Hkv, D], as k.
+        # With a slice between two index tensors, PyTorch puts the indexed dimensions first. The
+        # part that is written is thus [B, T, Hkv, D], as k.
         keys[self.rows, :, positions] = k
         values[self.rows, :, positions] = v
         return keys, values
@@ -1327,7 +1345,7 @@ class Decoder:
             self.graphs[n_visible] = graph
 
 
-# The cache makes all callers share one compiled function.
+# functools.cache makes all callers share one compiled function.
 @functools.cache
 def maybe_compiled(function: Callable, compile: str) -> Callable:
     return torch.compile(function, dynamic=True) if compile == "on" else function
@@ -1342,7 +1360,7 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.float32:
         return a @ b
     if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)  # without a copy of b
+        return torch.mm(a, b, out_dtype=torch.float32)  # without a float32 copy of b
     # CPUs have no such product. Small parts of b, copied to float32, stay in the processor's cache.
     return torch.cat([a.float() @ part.float() for part in b.split(4096, dim=1)], dim=1)
 
@@ -1380,7 +1398,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
     # `logits` is the number of logits in a chunk.
     logits = 2**22 if not hidden.is_cuda else 2**27 if compile == "on" else 2**26
     rows = max(1, logits // len(weight))
-    rows -= len(hidden) % rows == 1  # For a chunk of one row torch.compile makes another graph.
+    rows -= len(hidden) % rows == 1  # A last chunk of one row would be compiled separately.
     return ChunkedLogprobs.apply(hidden, weight, targets, temperature, rows, compile)
 
 
@@ -1447,7 +1465,7 @@ def sample_keys(seed: int, iteration: int, sample_ids) -> Tensor:
 
 def gumbel_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
     """Gumbel noise [B, V], a function of sample key [B], token index [B] and vocabulary id."""
-    token_keys = hash32(hash32(keys ^ 0x5851F42D) ^ index.int())
+    token_keys = hash32(hash32(keys ^ 0x5851F42D) ^ index.int())  # The constant is arbitrary.
     ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
     # Without a second key, token keys that differ in their lowest bits alone would permute the same
     # noise.
@@ -1541,7 +1559,8 @@ class HFTokenizer:
         """The ids of `text` where it follows `context`.
 
         Alone it may have other ids, since some tokenizers put a space before a text. If a token
-        spans both, the ids are those of `text` on a line of its own.
+        spans the boundary, `text` is encoded as it is after a newline. If a token spans that
+        boundary as well, `text` is encoded alone.
         """
         encode = functools.partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
         before, whole = encode(context).ids if context else [], encode(context + text).ids
@@ -1562,9 +1581,10 @@ class HFTokenizer:
         return [*self.encode(text, add_special_tokens=True), self.eos_id]
 
     def encode_feedback(self, text: str | list[dict]) -> list[int]:
-        """The ids of what the chat template puts between two turns of the assistant, with `text`.
+        """The ids that follow a response: `text` in the chat template, up to the next response.
 
-        The stop token of the first turn is left out, because it was sampled.
+        A conversation with a dummy response is rendered, and what follows that response is encoded.
+        The stop token of the response is left out, because it was sampled.
         """
         messages = as_messages(text)
         stop_tokens = list(filter(None, self.hf.convert_ids_to_tokens(self.stop_ids)))
@@ -1627,7 +1647,10 @@ def load_config(folder: str) -> PretrainedConfig:
 
 
 def load_hf_checkpoint(path, head="lm") -> tuple[Transformer, PretrainedConfig]:
-    """The model of a Hugging Face folder on the CPU. head="scalar": a critic or a reward model."""
+    """The model of a Hugging Face folder on the CPU, for use outside of a run.
+
+    head="scalar": a critic or a reward model.
+    """
     config = load_config(path)
     model = Transformer(config, head)
     load_weights(model, path)
@@ -1646,8 +1669,9 @@ HEADS = "lm_head.weight", "score.weight"
 def load_weights(model: Transformer, folder: str, needs_head: bool = True):
     """Fill `model`, which may be sharded, from the safetensors in `folder`.
 
-    The files may have another head in addition to the model's; with needs_head=False they may lack
-    the model's, which then keeps its weights. All ranks must call it: each reads its shards.
+    A head in the files that the model does not have is ignored. With needs_head=False the files may
+    lack the model's head, which then keeps its weights. All ranks must call it: each reads its
+    shards.
     """
     weights = {name: p.detach() for name, p in model.named_parameters()}
     task = f"load the safetensors in {folder}"
@@ -1707,7 +1731,7 @@ def copy_weights(source: Transformer, target: Transformer):
     for name, p in target.named_parameters():
         if name in sources:
             whole = full_tensor(sources[name].to(p.dtype))
-            if isinstance(p, DTensor):
+            if isinstance(p, DTensor):  # None: each rank cuts its shard from its own `whole`.
                 whole = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
             p.copy_(whole)
 
@@ -1784,9 +1808,9 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 #     metrics        of a step: {name: number}, whose means are logged
 #
 # truncated=True is final: the critic's value of what might have followed is not added to the
-# rewards. If it were added, gamma were 1 and every episode were cut off, the critic would learn its
-# own value plus the reward, and grow for ever. If a limit of time is not part of the task, add what
-# is still to come to the last reward.
+# rewards. Suppose that it were added. If gamma is 1 and every episode is cut off, the critic would
+# then learn its own value plus the reward, and grow for ever. If a time limit is not part of the
+# task, let the environment add an estimate of the missing reward to the last one.
 #
 # To use another task, write a reward function for Prompts-v0, or pass --env-id
 # my_module:MyEnv-v0.
@@ -1875,7 +1899,7 @@ class Prompts(gym.Env):
         return row if "prompt" in row else row | {"prompt": row["messages"]}
 
     def row_index(self, seed: int) -> int:
-        """In evaluations rows keep their order. Every pass of training shuffles them anew."""
+        """In evaluations row i is that of seed i. Every pass of training shuffles the rows anew."""
         pass_index, i = divmod(seed, self.num_prompts)
         if seed < FIRST_TRAINING_SEED:
             return i
@@ -1934,7 +1958,7 @@ gym.register("SortDigits-v0", entry_point=SortDigits)
 gym.register("Prompts-v0", entry_point=Prompts)
 gym.register("GSM8K-v0", entry_point=GSM8K)
 
-ENV_TIMEOUT = 600  # seconds within which the next environment must answer
+ENV_TIMEOUT = 600  # seconds without an answer of any environment, after which a turn fails
 
 
 def start_threads(count: int) -> ThreadPool:
@@ -1965,7 +1989,7 @@ def set_up_thread(gradients: bool):
 
 
 def as_messages(text) -> list[dict]:
-    """Text becomes a user message. Messages are checked."""
+    """Text becomes a user message. Messages are checked: the last one is not the assistant's."""
     if isinstance(text, str):
         return [{"role": "user", "content": text}]
     for message in text:
@@ -2031,7 +2055,7 @@ def add_rewards(episode: Episode, reward, info, start, tokenizer):
     for end, part in info.get("rewards", ()):
         if not 1 <= end <= len(response):
             raise ValueError(f"info['rewards']: {end} is not within the response {response!r:.80}")
-        index = bisect.bisect_left(
+        index = bisect.bisect_left(  # the first token after which the text has response[:end]
             range(len(ids)),
             True,
             key=lambda i: tokenizer.decode(ids[: i + 1]).startswith(response[:end]),
@@ -2086,7 +2110,7 @@ def make_envs(args, evaluation: bool = False) -> Iterator[list[gym.Env]]:
 def close_envs(envs: list[gym.Env]):
     """Close all environments, side by side. Then raise the first error."""
     if envs:
-        threads = start_threads(min(len(envs), 256))  # Those of the turns may hang.
+        threads = start_threads(min(len(envs), 256))  # The threads of env_threads may hang.
         with attempt("close the environments", CodeError):
             threads.map_async(lambda env: env.close(), envs, chunksize=1).get(ENV_TIMEOUT)
 
@@ -2121,7 +2145,7 @@ def sum_over_ranks(stats: list[dict[str, Tensor]]) -> dict[str, float]:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(return - value) / Var(return), of tensors [n].
+    """1 - Var(return - value) / Var(return), of tensors [m].
 
     It is 1 if the values predict the returns up to a constant, 0 for values that are all the same.
     """
@@ -2184,7 +2208,8 @@ def iteration_metrics(
     scored = mask.any(1)
     sampler_gap = (e.sampler_logprobs - e.old_logprobs).abs()
     metrics = episode_means(episodes, "objective/") | {
-        # This replaces the reward of episode_means: it contains --truncation-penalty, not the KL.
+        # This replaces the reward of episode_means. In addition it contains --truncation-penalty.
+        # Neither contains the KL.
         "objective/reward": float(masked_mean(e.rewards.sum(1), scored)),
         "objective/entropy": -float(masked_mean(e.old_logprobs, mask)),
         "objective/kl": float(masked_mean((e.old_logprobs - e.ref_logprobs).sum(1), scored)),
@@ -2195,7 +2220,7 @@ def iteration_metrics(
         "time/iteration": sum(clock.phases.values()),
         "perf/peak_memory_bytes": torch.cuda.max_memory_allocated(),
         "debug/sampler_trainer_logprob_diff": float(masked_mean(sampler_gap, mask)),
-        "ratio/steps": actor_step_stats,
+        "ratio/steps": actor_step_stats,  # a list, for metrics.jsonl alone
     }
     for prefix, numbers in (("eval", evaluation), ("time", clock.phases)):
         metrics |= {f"{prefix}/{name}": value for name, value in numbers.items()}
@@ -2266,8 +2291,8 @@ def diagnose_ratio(
     measured = steps or [early_stop or {"ratio_dev": 0.0}]
     first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch
     first_epoch = len(minibatch_rows(experience, 0, state, args))  # number of its minibatches
-    # Later epochs round differently, so they are left out. Where an epoch is one minibatch, its
-    # ratio is always 1, and only later epochs can show that the ratio moves.
+    # Only the first epoch is judged, because later epochs round differently. If the first epoch is
+    # one minibatch, its ratio is 1 in any case, so all epochs are judged.
     seen = measured[:first_epoch] if first_epoch > 1 else measured
     taken = [step for step in steps if not step["skipped"]]
     lr = steps[-1]["lr"] if steps else 0.0
@@ -2276,10 +2301,13 @@ def diagnose_ratio(
     tolerance = sampler_tolerance(args)
     sampler_dev = (experience.sampler_logprobs - experience.old_logprobs).abs()
     sampler_dev = float(masked_mean(sampler_dev, experience.mask))
-    # This is the mean |ratio - 1| that rounding explains.
+    # This is the mean |ratio - 1| that rounding explains. In bfloat16 the distance of the sampler
+    # is left out: it is so large that it would hide a real move.
     rounding = max(first_dev, 1e-7, 0.0 if bf16 else min(sampler_dev, tolerance))
     moved = not all(step["ratio_dev"] <= 2 * rounding for step in seen)  # NaN counts as moved.
-    causes = {  # The first that holds is reported. Those below None are of a ratio that stays at 1.
+    # The first cause that holds is reported. `None: moved` means that the ratio has moved, so that
+    # nothing is wrong. The causes below it explain a ratio that stays at 1.
+    causes = {
         "critic_warmup": state.iteration < args.critic_warmup_iterations,
         "empty_mask": not experience.mask.any(),
         "forward_mismatch": args.recompute_old_logprobs
@@ -2297,6 +2325,8 @@ def diagnose_ratio(
         # The sampler has the actor's earlier updates. If the actor's forward pass ignores them, its
         # log-probs differ from the sampler's.
         "forward_ignores_update": sampler_dev > tolerance,
+        # This is what remains. In the first iteration of the actor the sampler has no earlier
+        # updates, so that a forward pass that ignores updates would look the same.
         "old_logprob_recomputed": args.recompute_old_logprobs and state.actor_steps > len(steps),
     }
     return {
@@ -2315,7 +2345,7 @@ def check_first_minibatch(metrics, experience, actor_step_stats, critic_step_sta
     Old log-probs and values are computed by the same weights in the same microbatches. They differ
     only if the updates run another forward pass, or if something changed them in between.
     """
-    # In the first iteration that trains the actor, all of its steps are those of this iteration.
+    # All steps that the actor has ever made are those of this iteration.
     is_first = state.actor_steps == len(actor_step_stats)
     if is_first and metrics["ratio/diagnosis"] == "forward_mismatch":
         raise UserError(
@@ -2360,7 +2390,8 @@ def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
         yield "  critic: steps are skipped, since gradients are not finite"
     if metrics["critic/first_dev"] > value_tolerance(experience):
         yield f"  critic: its first values are not those of the experience: {CRITIC_ADVICE}"
-    # With --no-recompute-old-logprobs the sampler's log-probs are the old ones.
+    # With --no-recompute-old-logprobs the sampler's log-probs are the old ones, so their distance
+    # is 0, and the first ratio shows the gap.
     gap = "debug/sampler_trainer_logprob_diff" if args.recompute_old_logprobs else "ratio/first_dev"
     if metrics[gap] > sampler_tolerance(args):
         yield (
@@ -2411,8 +2442,8 @@ def print0(text: str):
 def complete(args: Args) -> Args:
     """Check the flags, and return a copy in which defaults that depend on others are filled in.
 
-    This joins the ranks and downloads models of the Hub, since the default of --critic-lr depends
-    on the size of the critic.
+    This joins the ranks, because only one rank of a machine downloads models of the Hub. The models
+    are needed here, because the default of --critic-lr depends on the size of the critic.
     """
     args = dataclasses.replace(args)
     for name, defaults in DEFAULTS.items():
@@ -2439,7 +2470,8 @@ def complete(args: Args) -> Args:
         if getattr(args, flag):
             setattr(args, flag, locate_model(getattr(args, flag)))
     if args.critic_lr is None:
-        # The head starts at zero. A step of Adam moves a value by about rate * width: here 0.064.
+        # The head starts at zero. A step of Adam moves each of its weights by the rate, so it moves
+        # a value by about rate * hidden_size: here 0.064.
         folder = args.critic_model or args.model
         args.critic_lr = 0.064 / (load_config(folder).hidden_size if folder else EMBEDDED_WIDTH)
     return args
@@ -2547,9 +2579,10 @@ def configure_torch(args):
     if args.device == "cpu" and not args.model:
         torch.set_num_threads(1)  # The default model is too small for more.
     if args.compile == "on":
-        torch._dynamo.config.recompile_limit = 64  # Blocks of all models share one piece of code.
-        # Otherwise the compiler chooses the kernels of the norms' backward pass by the number of
-        # tokens, and compiles the blocks again when that number crosses its limit.
+        # The limit counts for a piece of code, and the blocks of all layers and models share one.
+        torch._dynamo.config.recompile_limit = 64
+        # Otherwise the compiler uses another kernel for the norms' backward pass above some number
+        # of tokens, and compiles the blocks again when a microbatch crosses it.
         torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
 
 
@@ -2560,7 +2593,10 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 def check_ranks_agree(prompts: list[int], samples: Experience, state: TrainState):
-    """Raise UserError if the ranks differ in what each of them must compute alike."""
+    """Raise UserError if the ranks differ in seeds, trained tokens, mask, or `state`.
+
+    Rewards and advantages are not compared, because rounding may make them differ.
+    """
     if WORLD_SIZE == 1:
         return
     parts = {
@@ -2598,7 +2634,9 @@ def microbatches(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Tenso
     lengths = lengths.tolist()
     order = sorted(rows.tolist(), key=lengths.__getitem__, reverse=True)
     parts = []
-    tokens = area = longest = 0  # of the newest microbatch, on the rank that has most
+    # Of the newest microbatch, on the rank that has most: its tokens, its tokens with padding, and
+    # those of its longest sample.
+    tokens = area = longest = 0
     for start in range(0, len(order), WORLD_SIZE):
         group = order[start : start + WORLD_SIZE]  # a sample for each rank
         length = lengths[group[0]]  # of the longest of them
@@ -2618,14 +2656,16 @@ def shard(model: Transformer, args):
         return
     mesh = dist.DeviceMesh(args.device, list(range(WORLD_SIZE)))
     value_head = [] if model.head == "lm" else [model.score]  # It stays in float32.
-    # The embedding is large, so it is a unit. A tied one is the head's as well: the root holds it.
+    # The embedding is large, so it is a unit. If it is tied, it belongs to the last unit, the root,
+    # which also has the head.
     embedding = [] if model.tied else [model.model.embed_tokens]
     for unit in (*model.model.layers, *value_head, *embedding, model):
         precision = torch.float32 if unit in value_head else getattr(torch, args.dtype)
         # Weights are cast to `precision`, gradients are reduced in float32. Inputs are not cast,
         # because FSDP would cast cos and sin in the Context as well.
         policy = fsdp.MixedPrecisionPolicy(precision, torch.float32, cast_forward_inputs=False)
-        # The root, too, must reshard: its weights must be DTensors between forward and backward.
+        # By default the root would keep whole weights after a forward pass, until a backward pass.
+        # Scoring has no backward pass.
         fsdp.fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         # Gradients are summed, not averaged: losses are divided by the tokens of all ranks already.
         unit.set_gradient_divide_factor(1.0)
@@ -2695,7 +2735,10 @@ def max_sample_length(args) -> int:
 
 
 def load_model(folder: str, head: str, args, needs_head=True) -> tuple[HFTokenizer, Transformer]:
-    """The tokenizer and the model of a folder, for texts as long as a sample may be."""
+    """The tokenizer and the model of a folder.
+
+    Raises UserError if the model takes no texts as long as a sample may be.
+    """
     config, tokenizer = load_config(folder), HFTokenizer(folder)
     length, positions = max_sample_length(args), config.max_position_embeddings
     if length > positions:
@@ -2822,7 +2865,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
                     info["demonstration"], tokenizer.render(episode.conversation)
                 )
             ids = [*ids, tokenizer.eos_id][: args.max_new_tokens]
-            # With log-probs, of any value, the tokens are in the mask.
+            # `add` puts tokens with log-probs into the mask. The value 0 is not used.
             episode.add(ids, [0.0] * len(ids))
             episodes.append(episode)
         experience = Experience.from_episodes(episodes)
@@ -2859,7 +2902,7 @@ if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup sets it: SIGHUP s
 
 
 def heed_signals():
-    """Make a process that a reward function has forked end at a signal, as others do."""
+    """In a process that a reward function has forked: let signals end it, as they do by default."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -2879,7 +2922,7 @@ class StopSignals:
             return  # Only the main thread can handle signals.
         for number in SIGNALS:
             self.restore.callback(signal.signal, number, signal.signal(number, self.receive))
-        # A signal that comes while a process is forked waits until the child can heed it.
+        # Signals are blocked during a fork, so that the child gets none before heed_signals.
         os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
             after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
@@ -3006,7 +3049,7 @@ class Run:
             self.print_once(text)
 
     def append(self, name: str, row: dict):
-        """Write a line of JSON. What is NaN, infinite or None is left out."""
+        """Write a line of JSON. What is NaN, infinite or None is left out; in a list it is null."""
         row = json.loads(json.dumps(row), parse_constant=lambda constant: None)
         line = json.dumps({key: value for key, value in row.items() if value is not None})
         with open(self.path / f"{name}.jsonl", "a") as file:
@@ -3045,7 +3088,8 @@ def is_complete(path: Path) -> bool:
     """
     try:
         for name in read_json(path / "state.json")["files"]:
-            with open(path / name, "rb"):  # safe_open calls a file that it cannot open missing.
+            # For any file that it cannot open, safe_open raises FileNotFoundError. `open` does not.
+            with open(path / name, "rb"):
                 safetensors.safe_open(path / name, "pt")
         return True
     except (FileNotFoundError, NotADirectoryError):
@@ -3111,7 +3155,10 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run; None if nothing is lost when the run begins anew."""
+    """The newest complete checkpoint of a run; None if there is none, and no results are lost.
+
+    Raises UserError if there is no complete checkpoint, but a new run would overwrite results.
+    """
     with attempt(f"read the checkpoints of {run_folder}"):
         paths = run_checkpoints(run_folder)
         for path in paths:
@@ -3169,8 +3216,8 @@ def main():
             traceback.print_exception(error.__cause__)
         sys.exit(2)
     finally:
-        # A thread of gloo may still have to let go of the last collective's tensors. If Python is
-        # shutting down then, it aborts the process: https://github.com/pytorch/pytorch/pull/179291.
+        # A thread of gloo may still have to let go of the last collective's tensors. While Python
+        # shuts down, that aborts the process: https://github.com/pytorch/pytorch/pull/179291.
         time.sleep(1)
     dist.destroy_process_group()
 
