@@ -42,6 +42,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -90,6 +91,7 @@ class Row:
     alone: bool = False  # no other run beside it
     extra: bool = False  # made only if --only names the row
     files: tuple[str, ...] = ()  # other files that the numbers depend on
+    texts: dict[str, str] = dataclasses.field(default_factory=dict)  # {number: what it is called, unless as in NUMBERS}
 
 
 METRICS = "metrics.jsonl"
@@ -109,8 +111,7 @@ ROWS = {
             "constant": Run(f"{SUMS} 32 --critic-epochs 0", minutes=13),
             "group": Run(f"{SUMS} 8 --n-samples-per-prompt 4", minutes=13, patch="group_normalised"),
             "TRL": Run(make="sums_with_trl", minutes=25),
-        }, ENDS, against=("TRL", "after", "difference"),
-        files=("benchmarks/learning_real.py",)),
+        }, ENDS, against=("TRL", "after", "difference"), files=("benchmarks/learning_real.py",)),
     "default": Row("The default task is learned", {"critic": DEFAULT}, (*ENDS, "samples_to_90", "samples")),
     "sort": Row(
         "Samples of the default task until 90 % are right", {
@@ -123,7 +124,7 @@ ROWS = {
             "group": Run(PREFIX, minutes=1.5, patch="group_normalised"),
         }, ("samples_to_level", "reward_end"), against=("constant", "samples_to_level", "quotient")),
     "dense": Row(
-        "`Dense-v0`, and the same rewards at the end", {
+        "`Dense-v0` with a discount of 0.5, and the same rewards at the end without a discount", {
             "critic": Run(SEQUENCES["dense"]), "constant": Run(SEQUENCES["dense, constant baseline"], minutes=2),
             "at the end": Run(SEQUENCES["at the end"]),
         }, ("after", "greedy_after"), against=("constant", "after", "difference")),
@@ -176,10 +177,13 @@ ROWS = {
         "`any_model.patch` on a Qwen3, compared with the built-in one",
         {"default iteration": Run(make="time_of_any_model", minutes=2)},
         ("ratio", "megabytes", "megabytes_built_in"), seeds=5, unit="pairs", statistic="median", alone=True,
-        files=("benchmarks/other_models.py",)),
+        files=("benchmarks/other_models.py",),
+        texts={"ratio": "CPU time per iteration, divided by that of the built-in one"}),
     "critic time": Row(
         "An iteration with a critic takes longer", {"default task": Run(make="time_of_critic", minutes=1.5)},
-        ("ratio", "iteration_seconds"), unit="pairs", statistic="median", alone=True),
+        ("ratio", "iteration_seconds"), unit="pairs", statistic="median", alone=True,
+        texts={"ratio": "time per iteration, divided by the time without a critic",
+               "iteration_seconds": "seconds per iteration, with a critic"}),
     "iteration": Row(
         "An iteration of SmolLM2-135M beside TRL's",
         {"16 samples": Run(make="iteration_beside_trl", minutes=11,
@@ -188,12 +192,13 @@ ROWS = {
          "whole iteration_ours", "whole iteration_trl", "gigabytes_ours", "gigabytes_trl"),
         seeds=3, unit="pairs", statistic="median", alone=True, files=("benchmarks/ppo_update.py",)),
     "decode": Row(
-        "Decoding beside `generate`, not compiled", {
+        "Decoding of SmolLM2-135M compared with the best `generate` of transformers", {
             f"{n} row{'s' * (n > 1)}": Run(make="decode_beside_generate", argument=n, minutes=3,
                                            typed=f"python benchmarks/decode.py real smollm2 {n}")
             for n in (1, 8, 64)
         }, ("ratio", "tokens_per_second", "generate_per_second", "step_ms"), seeds=3, unit="runs", statistic="median",
-        alone=True, files=("benchmarks/decode.py",)),
+        alone=True, files=("benchmarks/decode.py",),
+        texts={"ratio": "tokens per second, divided by those of the best `generate`"}),
     "batching": Row(
         "Continuous batching, log-normal lengths",
         {"32 slots": Run(make="batching", minutes=3, typed="python benchmarks/rollout.py cpu log-normal")},
@@ -220,7 +225,8 @@ NUMBERS = {  # name: (what the table calls it, factor, digits after the point or
     "accuracy_end": ("right, last five iterations, %", 100, 1), "kl_end": ("KL at the end, nats per response", 1, 1),
     "truncated_end": ("cut off, last five iterations, %", 100, 1),
     "first_approx_kl": ("approx_kl of iteration 1", 1, 2), "first_clipfrac": ("clipfrac of iteration 1", 1, 2),
-    "explained": ("explained variance", 1, 2), "advantage_std": ("standard deviation of the advantages", 1, 3),
+    "explained": ("explained variance, median over iterations", 1, 2),
+    "advantage_std": ("standard deviation of the advantages, median over iterations", 1, 3),
     "reward_after": ("mean reward of the evaluation", 1, 3),
     "reward_by_number": ("mean reward, 64 episodes for each number", 1, 3),
     "iteration_seconds": ("seconds per iteration", 1, 2), "ratio": ("ratio", 1, 2),
@@ -250,6 +256,73 @@ NUMBERS = {  # name: (what the table calls it, factor, digits after the point or
     "on_topic": ("answers with the last word of the prompt, after, %", 100, 0),
     "agreement": ("held-out pairs on which the reward model agrees, %", 100, 1),
 }  # fmt: skip
+
+NOTES = {  # what a reader of a row needs to know
+    "sums": """
+        All runs have 320 samples, the same prompts, and the same evaluations. `group` is four samples for each of 8
+        prompts, with `group_normalised.patch`. `TRL` is TRL's `PPOTrainer`. [A real
+        checkpoint](real_checkpoint.md#smollm2-learns-sums) says more.
+    """,
+    "default": """
+        Held-out prompts are evaluated every 5,120 samples. [Learning small tasks](learning.md#default-task) says more.
+    """,
+    "sort": """
+        The level is reached when 90 % of the answers in the rollouts are right, on average over five iterations.
+        `constant` has no critic. `group` is four samples for each of 64 prompts. [The critic](critic.md#does-it-pay)
+        says more.
+    """,
+    "prefix": """
+        The level is reached when the reward of the rollouts is 0.5, on average over five iterations. [The
+        critic](critic.md#does-it-pay) says more.
+    """,
+    "dense": """
+        The answers are sequences of digits. [Dense rewards](learning.md#dense-rewards) says more.
+    """,
+    "undiscounted": """
+        [Dense rewards](learning.md#dense-rewards) says more.
+    """,
+    "turns": """
+        Binary search is optimal, and earns a mean reward of 0.675. [Several turns](learning.md#several-turns) says
+        more.
+    """,
+    "cases": """
+        [Case histories](../docs/cases.md) explains the runs. The word before the colon is the name of the case. The
+        level is that 90 % of the answers in the rollouts are right. An empty cell means that the level was not reached,
+        or that there is no reference for the KL.
+    """,
+    "resume": """
+        A run of 12 iterations was stopped by the signal after at least 8, and resumed. [Stop and
+        resume](../docs/long_runs.md#stop-and-resume) says more.
+    """,
+    "pages": """
+        Earlier commits made the runs of [the course](../docs/course.md), [the exercises](../docs/exercises.md) and [the
+        projects](../docs/projects.md). Here the runs with seed 1 are made again. A result is a number or a text in the
+        data file of the page.
+    """,
+    "faults": """
+        [Planted faults](../docs/verification.md#planted-faults) says what this shows, and what it does not.
+    """,
+    "ranks": """
+        [The same numbers](ranks_and_scale.md#the-same-numbers-on-any-number-of-ranks) says more.
+    """,
+    "any model time": """
+        [What it costs](../docs/other_models.md#what-it-costs) says more.
+    """,
+    "iteration": """
+        A quotient above 1 means that this script is faster. [Whole iteration](speed.md#whole-iteration-against-trl)
+        says what is compared.
+    """,
+    "decode": """
+        The script runs without `--compile on`. A quotient below 1 means that it is slower. The rows are those of a
+        batch. [Decoding](speed.md#decoding) says more.
+    """,
+    "batching": """
+        [Continuous batching](speed.md#continuous-batching) says what is compared.
+    """,
+    "preferences": """
+        [From preferences to PPO](preferences.md) says more.
+    """,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -776,32 +849,32 @@ def summarized(values: list[float], statistic: str, form: int | str) -> str:
     if statistic == "median":
         return f"{formatted(statistics.median(values), form)} ({low} to {high})"
     error = statistics.stdev(values) / len(values) ** 0.5
-    return f"{formatted(statistics.mean(values), form)} ± {formatted(error, form)} ({low} to {high})"
+    return f"{formatted(statistics.mean(values), form)} +- {formatted(error, form)} ({low} to {high})"
 
 
 ABOUT = """# One table
 
 <!-- Written by benchmarks/table.py from data/table.jsonl. -->
 
-This page has all results that need only two CPU cores. One command makes them, and writes this page:
+This page has the results that one command makes on two CPU cores. The command also writes the page:
 
     python benchmarks/table.py --model-dir DIR
 
 `DIR` is the folder that `python benchmarks/checkpoints.py smollm2 DIR` writes. The command can be interrupted and
 repeated. Each run is a line of [data/table.jsonl](data/table.jsonl). `python benchmarks/table.py stale` lists the runs
-that were made with code other than that of your checkout. [Every claim](README.md#every-claim) adds the results that
-need a GPU or were measured once.
+that were made with code other than that of your checkout. [Every claim](README.md#every-claim) adds the results of
+other commands.
 
-A cell has the mean over the seeds, its standard error after "±", and the smallest and the largest number in
-parentheses. A cell without "±" has the median of several runs in place of the mean. Two seeds have their range alone. A
-number that is the same in all runs stands alone. The commands are those of seed 1.
+A cell has the mean over the seeds, its standard error after "+-", and the smallest and the largest number in
+parentheses. A cell without "+-" has the median of several runs in place of the mean. Two seeds have their range alone.
+A number that is the same in all runs stands alone. The commands are those of seed 1.
 """
 
 
 def compared(row: Row, variant: str, lines: dict[str, dict[int, dict]]) -> tuple[str, str] | None:
     """What the row compares with another variant, seed by seed, and the cell of this variant."""
     other, number, kind = row.against
-    text, factor, form = NUMBERS[number]
+    text, factor, form = row.texts.get(number, NUMBERS[number][0]), *NUMBERS[number][1:]
     seeds = [seed for seed in lines[variant] if seed in lines.get(other, {})]
     pairs = [[lines[which][seed]["numbers"].get(number) for which in (variant, other)] for seed in seeds]
     values = [a / b if kind == "quotient" else factor * (a - b) for a, b in pairs if None not in (a, b)]
@@ -820,7 +893,7 @@ def section(name: str, lines: list[dict], find) -> str:
     table = {}  # what a number is called: variant: cell
     for variant, runs in of.items():
         for number in row.shown:
-            text, factor, form = NUMBERS[number]
+            text, factor, form = row.texts.get(number, NUMBERS[number][0]), *NUMBERS[number][1:]
             values = [x for line in runs.values() if (x := line["numbers"].get(number)) is not None]
             if values:
                 cell = summarized([factor * x for x in values], row.statistic, form)
@@ -843,7 +916,9 @@ def section(name: str, lines: list[dict], find) -> str:
     commands = [f"    {row.variants[variant].command(name, variant, 1)}{comment[variant]}" for variant in of]
     commits = f"Commit: {', '.join(sorted({line['commit'] for line in made}))}."
     commits += f" The processor was not idle in {loud} of {len(made)} runs." * bool(loud)
-    return "\n".join([f"## {row.claim}", "", *commands, "", *lines_of_table, "", commits, ""])
+    note = textwrap.fill(" ".join(NOTES.get(name, "").split()), 120, break_long_words=False, break_on_hyphens=False)
+    about = [note, ""] if note else []
+    return "\n".join([f"## {row.claim}", "", *about, *commands, "", *lines_of_table, "", commits, ""])
 
 
 def last_line(job: Job, lines: list[dict]) -> dict | None:
@@ -856,7 +931,9 @@ def table_of(names, lines: list[dict], find) -> str:
     found = [line for job in jobs_of(names) if (line := find(job, lines))]
     machines = sorted({f"{line['processor']}; {line['versions']}" for line in found})
     sections = [text for name in names if (text := section(name, lines, find))]
-    return "\n".join([*sections, *(f"Measured on {machine}." for machine in machines)])
+    missing = [row.claim for name, row in ROWS.items() if name in names and not section(name, lines, find)]
+    rest = [f"Not made yet: {'; '.join(missing)}.\n"] if missing else []
+    return "\n".join([*sections, *rest, *(f"Measured on {machine}." for machine in machines)])
 
 
 def page() -> str:
