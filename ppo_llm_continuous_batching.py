@@ -1735,7 +1735,7 @@ def load_hf_checkpoint(path, head="lm") -> tuple[Transformer, PretrainedConfig]:
 def check_vocabulary(tokenizer: HFTokenizer, actors: HFTokenizer):
     """Raise UserError unless a model can read the ids of the actor's tokens."""
     if tokenizer.hf.get_vocab() != actors.hf.get_vocab():
-        raise UserError(f"{tokenizer.folder}: has not the actor's vocabulary")
+        raise UserError(f"{tokenizer.folder}: its vocabulary is not that of the actor")
 
 
 HEADS = "lm_head.weight", "score.weight"
@@ -2071,7 +2071,10 @@ def as_messages(text) -> list[dict]:
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             raise TypeError(f"{message!r:.80}: role and content must be text")
     if not text or text[-1]["role"] == "assistant":
-        raise ValueError("the last message is the assistant's, which the model shall write")
+        raise ValueError(
+            "there must be a message, and the last one must not be the assistant's, because the "
+            "model writes that one"
+        )
     return list(text)
 
 
@@ -2168,8 +2171,8 @@ def make_envs(args, evaluation: bool = False) -> Iterator[list[gym.Env]]:
         with attempt(f"make the environment of {flags}", CodeError):
             if args.env_id == "Prompts-v0" and not (kwargs.get("reward") or args.reward_model):
                 raise UserError(
-                    "Prompts-v0: nothing gives rewards. Add --reward-model, or a function of yours "
-                    'to --env-kwargs, "reward": "my_module:my_function"'
+                    "Prompts-v0: nothing gives rewards. Add --reward-model, or a reward function "
+                    'in --env-kwargs, "reward": "my_module:my_function"'
                 )
             for _ in progress_bar(range(count), "environments"):
                 envs.append(gym.make(args.env_id, disable_env_checker=True, **kwargs))
@@ -2580,7 +2583,10 @@ def check_flags(args):
     if args.kl_loss and args.kl_coef == 0:
         raise UserError(f"--kl-loss {args.kl_loss}: needs a --kl-coef above 0")
     if args.critic_epochs == 0 and (args.critic_model or args.critic_warmup_iterations):
-        raise UserError("--critic-epochs 0: without --critic-model or --critic-warmup-iterations")
+        raise UserError(
+            "--critic-epochs 0: there is no critic, so --critic-model and "
+            "--critic-warmup-iterations must not be given"
+        )
     if args.resume == "auto" and not args.run_name:
         raise UserError("--resume auto: needs --run-name")
     if args.run_name and args.resume != "auto":
@@ -2637,7 +2643,7 @@ def connect(args):
     use_cuda = args.device == "cuda"
     if len({"RANK", "WORLD_SIZE"} & os.environ.keys()) == 1:
         raise UserError(
-            "only one of the variables RANK and WORLD_SIZE is set: use torchrun, or unset it"
+            "only one of the variables RANK and WORLD_SIZE is set: use torchrun, or unset that one"
         )
     if use_cuda:
         with attempt("use --device cuda"):
@@ -2817,11 +2823,14 @@ def load_model(folder: str, head: str, args, needs_head=True) -> tuple[HFTokeniz
     config, tokenizer = load_config(folder), HFTokenizer(folder)
     length, positions = max_sample_length(args), config.max_position_embeddings
     if length > positions:
-        raise UserError(f"--max-new-tokens: {length} with the prompt, {folder} takes {positions}")
+        raise UserError(
+            f"--max-prompt-tokens and --max-new-tokens: {length} tokens in sum, but {folder} takes "
+            f"at most {positions}"
+        )
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"{folder}: a vocabulary of {config.vocab_size}, "
-            f"the tokenizer needs {tokenizer.vocab_size}"
+            f"{folder}: the model has a vocabulary of {config.vocab_size} tokens, but the "
+            f"tokenizer needs {tokenizer.vocab_size}"
         )
     model = build_model(config, head, args)
     load_weights(model, folder, needs_head)

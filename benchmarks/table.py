@@ -10,8 +10,8 @@
 
 A finished run appends a line to data/table.jsonl. A run whose line is there is not made again, so the command can be
 interrupted and repeated, and runs of several days add up. A line counts as long as the code is the same. The code of a
-run is the syntax tree of both scripts, without docstrings and comments, of the patched script, and of the files that
-the row names. In the end the command writes the newest line of each run into table.md.
+run is the syntax tree of both scripts, without comments, docstrings and the texts of errors, of the patched script, and
+of the files that the row names. In the end the command writes the newest line of each run into table.md.
 
 --jobs runs (default 2) are made at a time, each on one thread. Rows that measure time come last. Their runs are made
 one at a time, and wait until the processor is idle. --model-dir, or the variable MODEL_DIR, is the folder that
@@ -648,9 +648,11 @@ def time_of_tests(job: Job) -> dict:
 
 @functools.cache
 def tree(text: str) -> str:
-    """The syntax tree of Python code, without docstrings. Comments and the breaks of lines are not in it."""
+    """The syntax tree of Python code, without docstrings and the texts of errors. Comments are not in it either."""
     parsed = ast.parse(text)
     for node in ast.walk(parsed):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error"):
+            node.args = []
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if ast.get_docstring(node, clean=False) is not None:
                 node.body = node.body[1:]

@@ -151,7 +151,7 @@ def test_environment_that_cannot_be_made(ppo, tmp_path, env_id, kwargs, part):
         (b"ab=", "TypeError"), (None, "TypeError"), (5, "TypeError"), ({"role": "user", "content": "a"}, "TypeError"),
         ([{"role": "user"}], "KeyError: 'content'"),
         ([{"role": "user", "content": 5}], "TypeError: {'role': 'user', 'content': 5}: role and content must be")]],
-    (([{"role": "assistant", "content": "a"}], {}), False, "with seed 0: ValueError: the last message is the assist"),
+    (([{"role": "assistant", "content": "a"}], {}), False, "with seed 0: ValueError: there must be a message"),
     (("", {}), True, "the prompt '' has 0 tokens"),
     (("abcd" * 5, {}), True, "--max-prompt-tokens 16: the prompt 'abcdabcdabcdabcdabcd' has 20 tokens"),
 ])  # fmt: skip
@@ -178,7 +178,7 @@ def test_environment_that_fails_is_named_with_the_seed(ppo, tmp_path, env, part)
         (PROMPT[:-1], "JSON"), ("5", "TypeError"), ('{"prompt": 5}', "TypeError"),
         ('{"instruction": "a", "output": "b"}', "KeyError: 'messages'"),
         (MESSAGES("user", text=[{"type": "text"}]), "TypeError: {'role': 'user', 'content': [{'type': 'text'}]}: role"),
-        *[(MESSAGES(*roles), "ValueError: the last message is the assistant's, which the model shall write")
+        *[(MESSAGES(*roles), "ValueError: there must be a message, and the last one must not be the assistant's")
           for roles in ([], ["user", "assistant"], ["assistant"])]]],
     ("Prompts-v0", "prompt\nab=", "use line 1 of"), ("Prompts-v0", f"[{PROMPT}, 5]", "use line 2 of"),
     ("Prompts-v0", "PAR1\xff\xfe", "must be text, with a JSON object on each line: UnicodeDecodeError"),
@@ -194,7 +194,7 @@ def test_file_that_is_wrong_is_named_with_the_line(ppo, tmp_path, env_id, conten
 @pytest.mark.parametrize(("reward", "second", "part"), [
     ("no_such_module:reward", "}", "cannot import the reward function no_such_module:reward: ModuleNotFoundError"),
     ("environments:rewrad", "}", "cannot import the reward function environments:rewrad: AttributeError"),
-    (None, "}", "Prompts-v0: nothing gives rewards. Add --reward-model, or a function of yours"),
+    (None, "}", "Prompts-v0: nothing gives rewards. Add --reward-model, or a reward function in --env-kwargs"),
     ("environments:length", ', "demonstration": 5}', "cannot use the demonstration of seed "),
     ("environments:length", "}", "KeyError: 'demonstration'"),
 ])  # fmt: skip
@@ -238,8 +238,8 @@ def test_a_state_that_is_not_json_is_refused_in_the_first_iteration(ppo, tmp_pat
     *[("rope_type must be one of ('default', 'linear', 'dynamic', 'yarn', 'llama3')", {"rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0,
         "original_max_position_embeddings": 24}})],
-    ("a vocabulary of 13, the tokenizer needs 14", {"vocab_size": 13}),
-    ("--max-new-tokens: 24 with the prompt, ", {"max_position_embeddings": 23}),
+    ("a vocabulary of 13 tokens, but the tokenizer needs 14", {"vocab_size": 13}),
+    ("--max-prompt-tokens and --max-new-tokens: 24 tokens in sum, but ", {"max_position_embeddings": 23}),
     *[("config.json: TypeError", {"rope_parameters": None, "rope_theta": x}) for x in ("5000", None)],
     ("Field 'rms_norm_eps' expected float", {"rms_norm_eps": None}),
     *[("Field 'eos_token_id'", {"eos_token_id": x}) for x in (["2"], [[2]], "<eos>")],

@@ -61,7 +61,7 @@ def test_first_values_that_are_not_those_of_the_experience_end_the_run(ppo, flag
 def test_another_vocabulary_is_refused(ppo, flags, tmp_path):
     tokenizer, model = ppo.embedded_model(ppo.Args(max_prompt_tokens=32, max_new_tokens=40), ppo.SortDigits())
     ppo.save_hf_checkpoint(model, tokenizer, tmp_path / "digits")
-    with pytest.raises(ppo.UserError, match=r"^\S*digits: has not the actor's vocabulary"):
+    with pytest.raises(ppo.UserError, match=r"^\S*digits: its vocabulary is not that of the actor"):
         train(ppo, tmp_path, **flags, critic_model=str(tmp_path / "digits"))
 
 

@@ -47,13 +47,15 @@ def write(folder, texts):
         (folder / name).write_text(text)
 
 
-def test_a_tree_has_no_comments_and_docstrings():
+def test_a_tree_has_no_comments_docstrings_and_texts_of_errors():
     changed = SCRIPT.replace("A function.", "Other words.").replace("# a comment", "").replace("* x", "*  x")
     assert changed != SCRIPT and table.tree(changed) == table.tree(SCRIPT)
     assert table.tree(SCRIPT.replace('        """A function."""\n', "")) == table.tree(SCRIPT)
     for old, new in ("0.5", "0.25"), ("RATE *", "RATE +"), ("def f", "def g"):
         assert table.tree(SCRIPT.replace(old, new)) != table.tree(SCRIPT)
     assert table.tree('x = 1\n"text"\n') != table.tree("x = 1\n")  # this is no docstring
+    assert table.tree('raise UserError("no")') == table.tree('raise UserError(f"{x} is wrong")')
+    assert table.tree('raise UserError("no")') != table.tree('raise ValueError("no")') != table.tree('f("no")')
 
 
 def test_the_code_of_a_run(tmp_path):
