@@ -20,11 +20,11 @@ stands on: 6. transformer, 7. tokenizer and checkpoints of Hugging Face, 8. text
 Models. The actor is the policy that is trained. Its weights are float32 in every precision. The
 old log-probs, those of pi_old in the ratio pi / pi_old, are the actor's before the updates of an
 iteration, or with --no-recompute-old-logprobs those that the sampler recorded. The critic predicts
-the reward that is still to come. It starts as a copy of the actor with a scalar head of zeros, or
-from --critic-model, and is trained on the returns of GAE with --critic-lambda. The reference is the
-actor as it was when PPO began, after any warm start. The optional reward model is a frozen
-classifier. The sampler, an unsharded copy of the actor on every rank, generates text. It receives
-the actor's new weights at the end of each iteration.
+the reward that is still to come, less the KL penalty in it. It starts as a copy of the actor with a
+scalar head of zeros, or from --critic-model, and is trained on the returns of GAE with
+--critic-lambda. The reference is the actor as it was when PPO began, after any warm start. The
+optional reward model is a frozen classifier. The sampler, an unsharded copy of the actor on every
+rank, generates text. It receives the actor's new weights at the end of each iteration.
 
 Layout. A sample is an episode: a prompt, a response and, in environments of several turns, further
 messages and responses. It is one row of a tensor [N, T] or [B, T]. Rows start at index 0 and are
@@ -172,7 +172,8 @@ class Args:
     # temperature of the sampling in rollouts; PPO computes all log-probs at this temperature
     temperature: float = 1.0
     # compute the old log-probs with the actor, before the updates; with
-    # --no-recompute-old-logprobs they are those that the sampler recorded
+    # --no-recompute-old-logprobs they are those that the sampler recorded, whose rounding is then
+    # in the ratio and in the KL as well
     recompute_old_logprobs: bool = True
     # number of supervised steps on the environment's demonstrations before PPO (the warm start);
     # the learning rate falls from --actor-lr to 0; default: 0 if --model is given, else 150
@@ -220,8 +221,9 @@ class Args:
     # token, without a step on that minibatch; default: no limit
     target_kl: float | None = None
     kl_coef: float = 0.01  # coefficient of KL(actor || reference); 0: there is no reference
-    # puts the KL into the loss, with this estimator; default: the KL is in the rewards, which are
-    # reduced by kl_coef times log(pi / pi_ref), the estimator k1
+    # puts the KL into the loss, with this estimator; there kl_coef is relative to whitened
+    # advantages; default: the KL is in the rewards, which are reduced by kl_coef times
+    # log(pi / pi_ref), the estimator k1; there kl_coef is relative to rewards
     kl_loss: Literal["k2", "k3"] | None = None
     # amount subtracted from a sample's reward if it ended at --max-new-tokens, or because the
     # environment's reply did not fit; the sample is trained on all the same
@@ -243,9 +245,9 @@ class Args:
 
 
 # === 2. Mathematics of PPO ===
-# Tensors are [N, T] or [B, T]. `mask` is True at the tokens that are trained on, those that were
-# sampled in episodes with a reward. Other entries are ignored. Where only such episodes are meant,
-# these are "the sampled tokens".
+# Tensors are [N, T] or [B, T]. `mask` is True at the tokens that are trained on: those that were
+# sampled in episodes with a reward. Comments call them the sampled tokens. Other entries are
+# ignored.
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -318,7 +320,8 @@ def policy_loss(
 
     A token's loss is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) with r = pi / pi_old.
     With recomputed old log-probs the ratios of an iteration's first minibatch are exactly 1, as
-    `make_experience` explains.
+    `make_experience` explains. "clipfrac" counts tokens outside the clip range, whichever term is
+    the smaller one.
     Loss and statistics are sums over the mask divided by `denom`, the number of sampled tokens in
     the whole minibatch, so the results of its microbatches add up. dual_clip is that of
     https://arxiv.org/abs/1912.09729, eq. 5.
@@ -576,7 +579,8 @@ class Experience:
     tokens: Tensor
     mask: Tensor  # bool: True at the tokens that are trained on
     sampler_logprobs: Tensor
-    rewards: Tensor  # of environment and reward model, with --truncation-penalty, without the KL
+    # of environment and reward model; --truncation-penalty is subtracted below, the KL is not
+    rewards: Tensor
     # `make_experience` fills in the rest.
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None  # NaN if there is no reference
@@ -675,7 +679,8 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
 
     # --- Log-probs. Actor, reference and critic score the samples in the microbatches of the first
     # epoch. The last bits of a result depend on what else is in its batch. With the same batches,
-    # the first ratio is exactly 1, in every precision.
+    # the first ratio is exactly 1, in every precision. This does not say that the samples are
+    # exactly the actor's: debug/sampler_trainer_logprob_diff shows how far the sampler rounds.
     first_epoch = minibatch_rows(experience, 0, state, args)
     experience.old_logprobs = experience.sampler_logprobs  # those of the actor, up to rounding
     if args.recompute_old_logprobs:
@@ -712,7 +717,8 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     _, returns = compute_gae(rewards, experience.values, mask, args.gamma, args.critic_lambda)
     experience.returns = returns
     experience.advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
-    if experience.advantage_std < 1e-6:  # They are all equal. Whitening would amplify rounding.
+    # If they are all equal, whitening would amplify rounding.
+    if experience.advantage_std < 1e-6:
         advantages = torch.zeros_like(advantages)
     experience.advantages = masked_whiten(advantages, mask)
     return experience
@@ -828,8 +834,8 @@ def sample_token(decoder: Decoder, n_visible: int):
     logits = decoder.sampler.next_logits(newest, position, decoder.cache, n_visible)  # [B, V]
     # FORK: sampling. If you add top-p or top-k, record the log-probs of the filtered policy and
     # weight the loss by exp(old_logprobs - sampler_logprobs), as forks/sampler_correction.patch
-    # does. Do not filter old and new log-probs: after an update the filter may remove a sampled
-    # token.
+    # does. The weight cannot correct for the tokens that the filter removes, so a bias remains.
+    # Do not filter old and new log-probs: after an update the filter may remove a sampled token.
     logits /= decoder.temperature
     noisy_logits = logits  # [B, V]
     # The argmax of logits plus Gumbel noise is a sample. `noise_scale` is 0 in greedy decoding.

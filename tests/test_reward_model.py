@@ -88,7 +88,7 @@ def test_it_never_changes_and_is_in_no_checkpoint(ppo, tmp_path):
     ("the files lack score.weight", dict(auto=CAUSAL)),
     (r"Size mismatch .*\[2, 64\].*\[1, 64\]\) for score.weight", dict(num_labels=2)),
     ("cannot render with {} the chat template of .*no users", dict(template="{{ raise_exception('no users') }}")),
-    ("--max-new-tokens: .* takes 3", dict(max_position_embeddings=3)),
+    ("--max-new-tokens: .* takes at most 3", dict(max_position_embeddings=3)),
 ])  # fmt: skip
 def test_a_folder_that_is_no_reward_model_is_refused(ppo, tmp_path, error, changes):
     with pytest.raises(ppo.UserError, match=error):
