@@ -6,12 +6,17 @@
     python benchmarks/table.py list                     # prints the rows, their runs and the minutes that they need
     python benchmarks/table.py stale                    # prints which runs are missing, and which are of other code
     python benchmarks/table.py show                     # prints the table, without runs of other code
+    python benchmarks/table.py carry                    # after a change that should not change results
     python benchmarks/table.py run sums TRL 1           # makes one run, prints its numbers, and keeps nothing
 
 A finished run appends a line to data/table.jsonl. A run whose line is there is not made again, so the command can be
 interrupted and repeated, and runs of several days add up. A line counts as long as the code is the same. The code of a
 run is the syntax tree of both scripts, without comments, docstrings and the texts of errors, of the patched script, and
 of the files that the row names. In the end the command writes the newest line of each run into table.md.
+
+After a small change of the code, `carry` makes the run with seed 1 of each variant again. If its numbers are those of
+the earlier line, the lines of the other seeds count as well: they are written again, and name the code of their run.
+Rows that measure time are never carried.
 
 --jobs runs (default 2) are made at a time, each on one thread. Rows that measure time come last. Their runs are made
 one at a time, and wait until the processor is idle. --model-dir, or the variable MODEL_DIR, is the folder that
@@ -831,6 +836,36 @@ def hours(jobs: list[Job], workers: int = 1) -> float:
     return sum(job.run.minutes for job in jobs) / 60 / workers
 
 
+def carry(names: list[str], workers: int, model_dir: str) -> bool:
+    """Make the first run of each variant again, and carry over the lines of its other seeds. True if all could be."""
+    names = [name for name in names if not ROWS[name].alone and ROWS[name].unit == "seeds"]
+    lines, pairs = read_table(), {}
+    for job in jobs_of(names, model_dir=model_dir):
+        old = last_line(job, lines)
+        if old and old["code"] != job.code:
+            pairs[job.command, job.seed] = job, old
+    first = [job for job, _ in pairs.values() if job.seed == 1]
+    print(f"{len(first)} runs with seed 1 are made again, {hours(first, workers):.1f} hours.", flush=True)
+    complete = make_all(first, workers)
+    lines = read_table()
+    for job, old in pairs.values():
+        one = dataclasses.replace(job, seed=1)
+        if job.seed == 1 or finished(job, lines) or not (new := finished(one, lines)):
+            continue
+        before = next((line for line in reversed(lines) if line["code"] == old["code"]
+                       and (line["command"], line["seed"]) == (one.command, 1)), None)  # fmt: skip
+        if before and results_of(before) == results_of(new):
+            common.add_line(DATA, old | {"code": job.code, "carried_from": old["code"]})
+        else:
+            print(f"{job.row}, {job.variant}: seed 1 has other numbers, so seed {job.seed} must be made again")
+            complete = False
+    return complete
+
+
+def results_of(line: dict) -> dict:
+    return {name: x for name, x in line["numbers"].items() if "seconds" not in name}
+
+
 # --- The table.
 
 
@@ -955,7 +990,7 @@ def list_rows(names: list[str]) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", nargs="?", default="make", choices=["make", "list", "stale", "show", "run"])
+    parser.add_argument("verb", nargs="?", default="make", choices=["make", "list", "stale", "show", "carry", "run"])
     parser.add_argument("which", nargs="*", metavar="ROW VARIANT SEED", help="of the verb run")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*ROWS], help="rows")
     parser.add_argument("--seeds", nargs="+", type=int, help="seeds, pairs or parts; default: those of the row")
@@ -984,6 +1019,10 @@ def main() -> None:
         complete = make_all(jobs, args.jobs)
         if not args.smoke:
             PAGE.write_text(page())
+        sys.exit(not complete)
+    if args.verb == "carry":
+        complete = carry(names, args.jobs, os.path.abspath(args.model_dir))
+        PAGE.write_text(page())
         sys.exit(not complete)
     if args.verb == "show":
         return print(table_of(names, read_table(), finished))

@@ -161,6 +161,31 @@ def test_runs_that_measure_time_come_last_and_alone(tmp_path, monkeypatch):
     assert most == {"default": 2, "iteration": 1} and order == ["default"] * 5 + ["iteration"] * 3
 
 
+def test_lines_are_carried_over_if_the_first_seed_gives_the_same_numbers(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
+    made = []
+
+    def make_line(job):
+        made.append(job)
+        after = 0.5 if job.variant == "critic" else 0.25
+        return line_of(job, {"after": after, "iteration_seconds": 9.0})
+
+    monkeypatch.setattr(table, "make_line", make_line)
+    jobs = [job for job in table.jobs_of(["sort"]) if job.variant in ("critic", "constant") and job.seed < 4]
+    for job in jobs:
+        common.add_line(table.DATA, line_of(job, {"after": 0.5, "iteration_seconds": job.seed}, code="0123"))
+    assert not table.carry(["sort", "decode"], 2, "smollm2")  # The constant baseline gives other numbers now.
+    assert {(job.variant, job.seed) for job in made} == {("critic", 1), ("constant", 1)}
+    lines = table.read_table()
+    counted = [(job.variant, job.seed) for job in jobs if table.finished(job, lines)]
+    assert counted == [("critic", 1), ("constant", 1), ("critic", 2), ("critic", 3)]
+    carried = [line for line in lines if "carried_from" in line]
+    assert [(line["seed"], line["carried_from"], line["numbers"]["iteration_seconds"]) for line in carried] == [
+        (2, "0123", 2), (3, "0123", 3)]  # fmt: skip
+    assert "sort, constant: seed 1 has other numbers, so seed 2 must be made again" in capsys.readouterr().out
+    assert not table.carry(["sort"], 2, "smollm2") and len(made) == 2
+
+
 def test_the_numbers_of_the_table_are_those_of_the_lines():
     numbers = {1: (0.9, 20_000), 2: (0.95, 30_000), 3: (0.94, None)}
     lines = [line_of(table.Job("sort", "critic", seed), {"after": after, "samples_to_level": samples})
