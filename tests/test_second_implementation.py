@@ -45,6 +45,8 @@ class Sample:
             self.old = logprobs_of(actor, self.ids, args.temperature)[0][self.places]
             self.reference = logprobs_of(reference, self.ids, args.temperature)[0][self.places]
             self.old_values = values_of(critic, self.ids)[self.places]
+        recorded = torch.tensor([episode.logprobs[t] for t in tokens])
+        assert torch.allclose(self.old, recorded, rtol=0, atol=1e-4)  # The sampler is the actor.
         rewards = [episode.rewards[t] for t in tokens]
         rewards[-1] -= args.truncation_penalty * (episode.stop == "length")
         if not args.kl_loss:
@@ -60,6 +62,9 @@ class Sample:
         ratio = (new - self.old).exp()
         clipped = ratio.clip(1 - args.clip_low, 1 + args.clip_high)
         losses = -torch.minimum(ratio * self.advantages, clipped * self.advantages)
+        if args.dual_clip is not None:
+            limited = torch.minimum(losses, -args.dual_clip * self.advantages)
+            losses = torch.where(self.advantages < 0, limited, losses)
         if args.kl_loss == "k3":
             away = self.reference - new
             losses = losses + args.kl_coef * ratio.detach() * (away.exp() - 1 - away)
@@ -121,11 +126,12 @@ SMALL = dict(num_iterations=3, rollout_batch_size=12, train_batch_size=4, sft_st
 
 
 @pytest.mark.parametrize("flags", [
-    dict(env_id="environments:Plain-v0", max_new_tokens=6),
+    dict(env_id="environments:Plain-v0", max_new_tokens=6, kl_coef=0.3),
     dict(env_id="environments:DenseTurns-v0", gamma=0.9, gae_lambda=0.8, critic_lambda=0.95, kl_loss="k3",
-         entropy_coef=0.02, value_clip=0.05, truncation_penalty=0.5, temperature=0.7, ppo_epochs=3, critic_epochs=1,
-         critic_warmup_iterations=1, clip_low=0.05, clip_high=0.1, max_grad_norm=0.5, max_new_tokens=12),
-], ids=["default flags", "other flags"])  # fmt: skip
+         kl_coef=0.3, entropy_coef=0.2, value_clip=0.05, truncation_penalty=0.5, temperature=0.7, ppo_epochs=3,
+         critic_epochs=1, critic_warmup_iterations=1, clip_low=0.05, clip_high=0.1, dual_clip=1.2, max_grad_norm=0.5,
+         actor_lr=2e-3, max_new_tokens=12),
+], ids=["nearly all defaults", "other flags"])  # fmt: skip
 def test_weights_are_those_of_ppo_by_hand(ppo, tmp_path, flags):
     start, rollouts, make_experience = [], [], ppo.make_experience
 
