@@ -212,7 +212,7 @@ ROWS = {
     "tests": Row(
         "Tests, on two cores", {
             "fast": Run(make="time_of_tests", argument=("-m", "pytest"), minutes=2, typed="python -m pytest"),
-            "CI": Run(make="time_of_tests", argument=(".ci/run",), minutes=15, typed=".ci/run"),
+            "CI": Run(make="time_of_tests", argument=("bash", ".ci/run"), minutes=15, typed="bash .ci/run"),
         }, ("seconds", "passed", "failed"), seeds=1, unit="runs", statistic="worst", alone=True, files=TESTS),
     "preferences": Row(
         "PPO on a reward model of 300 pairs",

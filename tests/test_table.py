@@ -244,7 +244,7 @@ def test_the_commands_are_commands_of_the_scripts():
             elif words[1:3] == ["benchmarks/table.py", "run"]:
                 assert table.parse(words[2:]).which == [name, job.variant, str(job.seed)]
             elif words[:2] != ["python", "-m"]:
-                assert (ROOT / words[words[0] == "python"]).is_file()
+                assert (ROOT / words[words[0] in ("python", "bash")]).is_file()
             assert callable(getattr(table, job.run.make))
             assert set(row.shown) <= set(table.NUMBERS)
             assert not row.against or (row.against[0] in row.variants and row.against[1] in table.NUMBERS)
