@@ -12,7 +12,7 @@
 A finished run appends a line to data/table.jsonl. A run whose line is there is not made again, so the command can be
 interrupted and repeated, and runs of several days add up. A line counts as long as the code is the same. The code of a
 run is the syntax tree of both scripts, without comments, docstrings and the texts of errors, of the patched script, and
-of the files that the row names. In the end the command writes the newest line of each run into table.md.
+of the files that the row names. After each run the command writes table.md anew, from the newest line of each run.
 
 After a small change of the code, `carry` makes the run with seed 1 of each variant again. If its numbers are those of
 the earlier line, the lines of the other seeds count as well: they are written again, and name the code of their run.
@@ -692,6 +692,12 @@ def read_table() -> list[dict]:
     return common.read_lines(DATA) if DATA.exists() else []
 
 
+def add_line(line: dict) -> None:
+    """Add the line of a run to the data, and write the page anew."""
+    common.add_line(DATA, line)
+    PAGE.write_text(page())
+
+
 def jobs_of(names: list[str], seeds: list[int] | None = None, **settings) -> list[Job]:
     """The runs of these rows in the order of seeds, so that an interrupted row has all of its variants."""
     return [Job(name, variant, seed, **settings) for name in names for seed in range(1, ROWS[name].seeds + 1)
@@ -822,7 +828,7 @@ def make_all(jobs: list[Job], workers: int) -> bool:
                         continue
                     line = future.result()
                     if not job.smoke:
-                        common.add_line(DATA, line)
+                        add_line(line)
                     print(f"{where}: {line['seconds']} s; {json.dumps(line['numbers'])}", flush=True)
             except KeyboardInterrupt:
                 pool.shutdown(cancel_futures=True)
@@ -855,7 +861,7 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
         before = next((line for line in reversed(lines) if line["code"] == old["code"]
                        and (line["command"], line["seed"]) == (one.command, 1)), None)  # fmt: skip
         if before and results_of(before) == results_of(new):
-            common.add_line(DATA, old | {"code": job.code, "carried_from": old["code"]})
+            add_line(old | {"code": job.code, "carried_from": old["code"]})
         else:
             print(f"{job.row}, {job.variant}: seed 1 has other numbers, so seed {job.seed} must be made again")
             complete = False
@@ -1016,14 +1022,9 @@ def main() -> None:
     names = args.only or [name for name, row in ROWS.items() if args.verb != "make" or not row.extra]
     if args.verb == "make":
         jobs = jobs_of(names, args.seeds, model_dir=os.path.abspath(args.model_dir), smoke=args.smoke)
-        complete = make_all(jobs, args.jobs)
-        if not args.smoke:
-            PAGE.write_text(page())
-        sys.exit(not complete)
+        sys.exit(not make_all(jobs, args.jobs))
     if args.verb == "carry":
-        complete = carry(names, args.jobs, os.path.abspath(args.model_dir))
-        PAGE.write_text(page())
-        sys.exit(not complete)
+        sys.exit(not carry(names, args.jobs, os.path.abspath(args.model_dir)))
     if args.verb == "show":
         return print(table_of(names, read_table(), finished))
     {"list": list_rows, "stale": stale}[args.verb](names)

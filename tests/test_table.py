@@ -107,6 +107,7 @@ def test_a_line_counts_for_its_command_seed_and_code():
 
 def test_stale_names_what_is_missing_and_what_is_of_another_code(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
+    monkeypatch.setattr(table, "PAGE", tmp_path / "table.md")
     common.add_line(table.DATA, line_of(JOB, {}, code="0123"))
     common.add_line(table.DATA, line_of(dataclasses.replace(JOB, seed=1), {}))
     table.stale(["sort"])
@@ -118,6 +119,7 @@ def test_stale_names_what_is_missing_and_what_is_of_another_code(tmp_path, monke
 
 def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
+    monkeypatch.setattr(table, "PAGE", tmp_path / "table.md")
     made = []
 
     def make_line(job):
@@ -139,6 +141,7 @@ def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch, capsys):
     assert len(made) - count == 15 - first < 5
     count = len(made)
     assert table.make_all(jobs, 2) and len(made) == count
+    assert table.PAGE.read_text() == table.page()
     smoke = [dataclasses.replace(job, smoke=True) for job in jobs[:2]]
     lines = table.DATA.read_text()
     assert table.make_all(smoke, 2) and len(made) == count + 2 and table.DATA.read_text() == lines
@@ -146,6 +149,7 @@ def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch, capsys):
 
 def test_runs_that_measure_time_come_last_and_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
+    monkeypatch.setattr(table, "PAGE", tmp_path / "table.md")
     running, most, order = set(), {}, []
 
     def make_line(job):
@@ -163,6 +167,7 @@ def test_runs_that_measure_time_come_last_and_alone(tmp_path, monkeypatch):
 
 def test_lines_are_carried_over_if_the_first_seed_gives_the_same_numbers(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
+    monkeypatch.setattr(table, "PAGE", tmp_path / "table.md")
     made = []
 
     def make_line(job):
