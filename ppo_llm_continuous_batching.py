@@ -573,7 +573,8 @@ class Experience:
     tokens: Tensor
     mask: Tensor  # bool: True at the tokens that are trained on
     sampler_logprobs: Tensor
-    # of environment and reward model; --truncation-penalty is subtracted below, the KL is not
+    # of environment and reward model, without the KL; make_experience subtracts the penalty of
+    # --truncation-penalty
     rewards: Tensor
     # `make_experience` fills in the rest.
     old_logprobs: Tensor | None = None

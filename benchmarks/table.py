@@ -914,10 +914,16 @@ A number that is the same in all runs stands alone. The commands are those of se
 """
 
 
+def described(row: Row, number: str) -> tuple[str, float, int | str]:
+    """What the row calls a number, its factor and its format."""
+    text, factor, form = NUMBERS[number]
+    return row.texts.get(number, text), factor, form
+
+
 def compared(row: Row, variant: str, lines: dict[str, dict[int, dict]]) -> tuple[str, str] | None:
     """What the row compares with another variant, seed by seed, and the cell of this variant."""
     other, number, kind = row.against
-    text, factor, form = row.texts.get(number, NUMBERS[number][0]), *NUMBERS[number][1:]
+    text, factor, form = described(row, number)
     seeds = [seed for seed in lines[variant] if seed in lines.get(other, {})]
     pairs = [[lines[which][seed]["numbers"].get(number) for which in (variant, other)] for seed in seeds]
     values = [a / b if kind == "quotient" else factor * (a - b) for a, b in pairs if None not in (a, b)]
@@ -936,7 +942,7 @@ def section(name: str, lines: list[dict], find) -> str:
     table = {}  # what a number is called: variant: cell
     for variant, runs in of.items():
         for number in row.shown:
-            text, factor, form = row.texts.get(number, NUMBERS[number][0]), *NUMBERS[number][1:]
+            text, factor, form = described(row, number)
             values = [x for line in runs.values() if (x := line["numbers"].get(number)) is not None]
             if values:
                 cell = summarized([factor * x for x in values], row.statistic, form)
@@ -973,10 +979,10 @@ def table_of(names, lines: list[dict], find) -> str:
     """All sections, and on what they were measured."""
     found = [line for job in jobs_of(names) if (line := find(job, lines))]
     machines = sorted({f"{line['processor']}; {line['versions']}" for line in found})
-    sections = [text for name in names if (text := section(name, lines, find))]
-    missing = [row.claim for name, row in ROWS.items() if name in names and not section(name, lines, find)]
+    sections = {name: section(name, lines, find) for name in names}
+    missing = [ROWS[name].claim for name, text in sections.items() if not text]
     rest = [f"Not made yet: {'; '.join(missing)}.\n"] if missing else []
-    return "\n".join([*sections, *rest, *(f"Measured on {machine}." for machine in machines)])
+    return "\n".join([*filter(None, sections.values()), *rest, *(f"Measured on {machine}." for machine in machines)])
 
 
 def page() -> str:
