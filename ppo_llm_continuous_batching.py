@@ -712,8 +712,9 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     _, returns = compute_gae(rewards, experience.values, mask, args.gamma, args.critic_lambda)
     experience.returns = returns
     experience.advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
-    # If they are all equal, whitening would amplify rounding.
-    if experience.advantage_std < 1e-6:
+    # If they are all equal, whitening would amplify the rounding of their mean, which is relative
+    # to their size.
+    if experience.advantage_std < 1e-6 * max(1.0, float(advantages.abs().max())):
         advantages = torch.zeros_like(advantages)
     experience.advantages = masked_whiten(advantages, mask)
     return experience
@@ -814,7 +815,7 @@ class Episode:
             self.stop = end
         else:
             # Encode only the new text. Encoding the response again could change its ids.
-            feedback = tokenizer.encode_feedback(messages)
+            feedback = tokenizer.encode_feedback(messages, self.ids[-1])
             if len(self.ids) + len(feedback) < self.prompt_length + args.max_new_tokens:
                 self.add(feedback)
                 self.conversation += messages
@@ -1011,6 +1012,8 @@ def check_config(config: PretrainedConfig) -> PretrainedConfig:
         raise ValueError(f"model_type {config.model_type!r}: must be llama, mistral, qwen2, qwen3")
     if config.rope_parameters["rope_type"] not in ROPE_TYPES:
         raise ValueError(f"{config.rope_parameters}: rope_type must be one of {ROPE_TYPES}")
+    if not getattr(config, "is_causal", True):
+        raise ValueError("is_causal false: attention must be causal")
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act {config.hidden_act!r}: must be silu")
     # Mistral has no use_sliding_window. Its window is in use wherever it is not None.
@@ -1090,9 +1093,10 @@ class Packing:
 HAS_VARLEN = torch.__version__ >= "2.12"
 
 
-def has_varlen(x: Tensor) -> bool:
+def has_varlen(x: Tensor, head_dim: int) -> bool:
     """Whether there is a kernel of attention for samples of different lengths."""
-    return HAS_VARLEN and x.is_cuda and x.dtype == torch.bfloat16
+    fits = head_dim % 8 == 0 and head_dim <= 256  # else flash attention raises an error
+    return HAS_VARLEN and x.is_cuda and x.dtype == torch.bfloat16 and fits
 
 
 @dataclass(frozen=True)
@@ -1126,7 +1130,7 @@ def attend_padded(q, k, v) -> Tensor:
 
 def attend_packed(q, k, v, packing: Packing) -> Tensor:
     """Causal attention within packed samples. q [n, H, D]; k, v [n, Hkv, D] -> [n, H, D]"""
-    if has_varlen(q):
+    if has_varlen(q, q.shape[-1]):
         starts, T = packing.starts, packing.shape[1]
         return varlen_attn(  # The window (-1, 0) is causal: all tokens before, none after.
             q, k, v, starts, starts, T, T, window_size=(-1, 0), enable_gqa=True
@@ -1292,7 +1296,7 @@ class Transformer(nn.Module):
         states of the tokens [B, T, hidden].
         """
         mask = None  # With one token per row and a varlen kernel, `attend_to_lengths` needs none.
-        if tokens.shape[1] > 1 or not has_varlen(self.model.norm.weight):
+        if tokens.shape[1] > 1 or not has_varlen(self.model.norm.weight, self.config.head_dim):
             Hkv = self.config.num_key_value_heads
             G = self.config.num_attention_heads // Hkv
             # The position of each query, in the order of attend_cached: [B * Hkv, G * T].
@@ -1565,8 +1569,15 @@ def read_json(path: Path):
     return json.loads(path.read_text("utf-8"))
 
 
+def write_file(path: Path, content: bytes):
+    """Replace a file. If this is interrupted, or the disk is full, the earlier file stays."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
 def write_json(path: Path, content: dict):
-    path.write_text(json.dumps(content, indent=2))
+    write_file(path, json.dumps(content, indent=2).encode())
 
 
 # Some templates write the date. A resumed run must have the same prompts, so it is always this one.
@@ -1589,13 +1600,15 @@ class HFTokenizer:
                 if (self.folder / name).is_file():
                     ids = read_json(self.folder / name).get("eos_token_id")
                     stop_ids.update(ids if isinstance(ids, list) else [ids])
-            stop_ids.add(self.end_of_turn())
+            end_of_turn = self.end_of_turn()
+            stop_ids.add(end_of_turn)
             # A negative id means that there is none.
             self.stop_ids = sorted(i for i in stop_ids - {None} if i >= 0)
         if not self.stop_ids:
             raise UserError(f"{folder}: no eos token in any of its config files")
         self.eos_id = self.stop_ids[0] if self.hf.eos_token_id is None else self.hf.eos_token_id
         self.pad_id = self.eos_id if self.hf.pad_token_id is None else self.hf.pad_token_id
+        self.end_of_turn_id = self.eos_id if end_of_turn is None else end_of_turn
         self.vocab_size = max(*self.hf.get_vocab().values(), *self.stop_ids) + 1
 
     @classmethod
@@ -1662,14 +1675,16 @@ class HFTokenizer:
             return self.encode(text)
         return [*self.encode(text, add_special_tokens=True), self.eos_id]
 
-    def encode_feedback(self, text: str | list[dict]) -> list[int]:
+    def encode_feedback(self, text: str | list[dict], stop_id: int) -> list[int]:
         """The ids that follow a response: `text` in the chat template, up to the next response.
 
         A conversation with a dummy response is rendered, and what follows that response is encoded.
-        The stop token of the response is left out, because it was sampled.
+        If this begins with the response's stop token, `stop_id`, the token is left out, because it
+        was sampled. After another stop token, such as "</answer>", the template's end of the turn
+        follows.
         """
         messages = as_messages(text)
-        stop_tokens = list(filter(None, self.hf.convert_ids_to_tokens(self.stop_ids)))
+        stop_token = self.hf.convert_ids_to_tokens(stop_id) or ""  # The vocabulary may lack it.
         if self.hf.chat_template:
             turns = [*as_messages("-"), {"role": "assistant", "content": "<<turn>>"}, *messages]
             whole = self.render(turns)
@@ -1677,8 +1692,9 @@ class HFTokenizer:
             if not found:
                 raise UserError(f"the chat template of {self.folder} leaves out earlier turns")
         else:
-            whole = tail = "".join(stop_tokens[:1]) + self.render(messages)
-        tail = re.sub(rf"^\s*({'|'.join(map(re.escape, stop_tokens))})", "", tail)
+            whole = tail = stop_token + self.render(messages)
+        if stop_token and tail.lstrip().startswith(stop_token):
+            tail = tail.lstrip().removeprefix(stop_token)
         return self.encode(tail, context=whole.removesuffix(tail))
 
     def decode(self, ids: list[int]) -> str:
@@ -1981,9 +1997,12 @@ class Prompts(gym.Env):
         return row if "prompt" in row else row | {"prompt": row["messages"]}
 
     def row_index(self, seed: int) -> int:
-        """In evaluations row i is that of seed i. Every pass of training shuffles the rows anew."""
+        """In evaluations row i is that of seed i. Every pass of training shuffles the rows anew.
+
+        Training begins with pass 1 or a later one, however long the file is.
+        """
         pass_index, i = divmod(seed, self.num_prompts)
-        if seed < FIRST_TRAINING_SEED:
+        if seed < FIRST_TRAINING_SEED or pass_index == 0:
             return i
         with SHUFFLE_LOCK:
             return shuffled_indices(self.num_prompts, pass_index)[i]
@@ -2014,9 +2033,10 @@ def parse_number(text: str) -> float | None:
     or a percent sign, is ignored. A number before a slash or a caret, as in 5/6 and 10^6, does not
     count.
     """
+    # (?>...) is tried once. Otherwise a thousand digits before a slash would take seconds.
     text = re.sub(r"\\[!,;: ]|\\(?:text|textbf|mathrm|mathbf)\{\s*", "", text).replace("{,}", ",")
     found = re.findall(
-        r"(?:####|\\boxed\{)[\s$\\]*((?:-[\s$\\]*)?[\d,]*\.?\d+)(?![\d,.]*\s*[/^])", text
+        r"(?:####|\\boxed\{)[\s$\\]*((?>(?:-[\s$\\]*)?[\d,]*\.?\d+))(?![\d,.]*\s*[/^])", text
     )
     return float(re.sub(r"[\s$,\\]", "", found[-1])) if found else None
 
@@ -2234,6 +2254,8 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
     It is 1 if the values predict the returns up to a constant, 0 for values that are all the same.
     """
+    if not len(returns):
+        return math.nan
     variance = returns.var(correction=0)
     explained = 1 - (returns - values).var(correction=0) / variance
     return float(explained) if variance > 1e-10 else math.nan
@@ -2402,7 +2424,7 @@ def diagnose_ratio(
         "steps_skipped": not taken,
         None: moved,
         "bf16_underflow": next(actor.parameters()).dtype != torch.float32,
-        "advantage_zero": experience.advantage_std < 1e-6,
+        "advantage_zero": not experience.advantages.any(),
         "no_grad_to_actor": all(step["grad_norm"] == 0 for step in taken),
         "optimizer_noop": relative_update == 0 and lr > (1e-7 if bf16 else 1e-10),
         "one_update_by_design": len(steps) == 1 and relative_update > 0,
@@ -2542,6 +2564,8 @@ def complete(args: Args) -> Args:
         args.compile = "on" if args.device == "cuda" else "off"
     # User code may change the working directory.
     args.log_dir = args.log_dir and os.path.abspath(os.path.expanduser(args.log_dir))
+    if args.resume and args.resume != "auto":
+        args.resume = os.path.abspath(os.path.expanduser(args.resume))
     check_flags(args)
     connect(args)
     is_old_gpu = args.device == "cuda" and torch.cuda.get_device_capability() < (8, 0)
@@ -2955,7 +2979,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
                 ids = tokenizer.encode(
                     info["demonstration"], tokenizer.render(episode.conversation)
                 )
-            ids = [*ids, tokenizer.eos_id][: args.max_new_tokens]
+            ids = [*ids, tokenizer.end_of_turn_id][: args.max_new_tokens]
             # `add` puts tokens with log-probs into the mask. The value 0 is not used.
             episode.add(ids, [0.0] * len(ids))
             episodes.append(episode)
@@ -3078,7 +3102,7 @@ class Run:
                 # The lines of iterations after the checkpoint will be written again.
                 path = self.path / f"{name}.jsonl"
                 path.touch()
-                path.write_bytes(b"".join(earlier_lines(path, state.iteration)))
+                write_file(path, b"".join(earlier_lines(path, state.iteration)))
         if args.track:
             with attempt("start Weights & Biases for --track"):
                 import wandb
@@ -3269,7 +3293,7 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 def find_checkpoint(args) -> Path | None:
     """The checkpoint to resume; None for a new run. Rank 0 chooses it for all ranks."""
     if args.resume != "auto":
-        return Path(args.resume).expanduser() if args.resume else None
+        return Path(args.resume) if args.resume else None
     chosen = [newest_checkpoint(Path(args.log_dir, args.run_name)) if RANK == 0 else None]
     dist.broadcast_object_list(chosen)
     return chosen[0]

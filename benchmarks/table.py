@@ -74,6 +74,7 @@ class Run:
     make: str = "script_numbers"  # the function that makes the run and returns its numbers
     argument: object = None  # for that function
     typed: str = ""  # what a reader types, if it is no command of ppo_llm.py
+    files: tuple[str, ...] = ()  # further files that the numbers depend on, beside those of the row
 
     def command(self, row: str, variant: str, seed: int | str) -> str:
         if self.typed:
@@ -162,11 +163,11 @@ ROWS = {
         }, ("other_metrics", "other_responses", "other_weights"), seeds=1, unit="runs", statistic="worst"),
     "pages": Row(
         "Runs of three pages, made again", {
-            name: Run(make="made_again", argument=name, minutes=minutes)
-            for name, minutes in {"course": 10, "exercises": 14, "projects": 32}.items()
-        }, ("runs", "compared", "other_numbers"), seeds=1, statistic="worst",
-        files=tuple(f"benchmarks/{name}" for page in ("course", "exercises", "projects")
-                    for name in (f"{page}.py", f"data/{page}.jsonl"))),
+            name: Run(make="made_again", argument=name, minutes=minutes, patch=patch,
+                      files=(f"benchmarks/{name}.py", f"benchmarks/data/{name}.jsonl"))
+            for name, minutes, patch in (("course", 3, "group_normalised"), ("exercises", 8, ""),
+                                         ("projects", 32, "group_normalised"))
+        }, ("runs", "compared", "other_numbers"), seeds=1, statistic="worst"),
     "faults": Row(
         "Planted mistakes that make a test fail",
         {"all": Run(make="planted_faults", minutes=12, typed="python tests/plant_faults.py")},
@@ -354,7 +355,7 @@ class Job:
 
     @property
     def code(self) -> str:
-        return code_of(self.run, ROWS[self.row].files)
+        return code_of(self.run, ROWS[self.row].files + self.run.files)
 
     @property
     def folder(self) -> Path:
@@ -779,7 +780,8 @@ def make_line(job: Job) -> dict:
 def commit() -> str:
     """The commit, with a plus if a file of the project differs from it."""
     git = lambda *arguments: subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/data").strip()
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/data",
+                  ":!benchmarks/table.md").strip()  # fmt: skip
     return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(changed)
 
 

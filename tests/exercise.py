@@ -108,7 +108,8 @@ BLANKS = {
         args.critic_lambda, with args.gamma.
         After it these fields of `experience` must be set: `values` (0 without a critic), `returns`, `advantage_std`
         (a float: the standard deviation over the sampled tokens before whitening, 0 if there is one token or none)
-        and `advantages`, whitened. If advantage_std is below 1e-6, the advantages are all 0.""",
+        and `advantages`, whitened. If advantage_std is below 1e-6, the advantages are all 0.
+        (The script's threshold grows with the advantages.)""",
         "experience.values = torch.zeros_like", "experience.advantages = masked")]),
     "minibatches": Blank("minibatches, microbatches and their denominator", [
         Gap("minibatch_rows", """

@@ -368,7 +368,7 @@ def test_a_chat_template_like_that_of_gemma(tmp_path):
     decode = lambda ids: tokenizer.hf.decode(ids).replace(" ", "")
     assert decode(tokenizer.encode_prompt("ab")) == "<bos><start>user:ab<end>\n<start>model:"
     assert tokenizer.hf.convert_ids_to_tokens(tokenizer.stop_ids) == ["<eos>", "<end>"]
-    assert decode(tokenizer.encode_feedback("c")) == "\n<start>user:c<end>\n<start>model:"
+    assert decode(tokenizer.encode_feedback("c", tokenizer.end_of_turn_id)) == "\n<start>user:c<end>\n<start>model:"
     with pytest.raises(ppo_llm.UserError, match="no system role"):
         tokenizer.encode_prompt([dict(role="system", content="a"), dict(role="user", content="b")])
 

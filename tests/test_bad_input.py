@@ -53,7 +53,7 @@ def test_numbers_that_are_negative_too_large_or_none(ppo, tmp_path):
     (dict(dual_clip=1.0), ["--dual-clip 1.0: must be above 1"]),
     (dict(kl_loss="k3", kl_coef=0.0), ["--kl-loss k3", "--kl-coef"]),
     (dict(resume="auto", run_name=None), ["--resume auto", "--run-name"]),
-    (dict(resume="runs/missing"), ["resume from runs/missing"]),
+    (dict(resume="runs/missing"), ["cannot resume from /", "/runs/missing"]),
     (dict(critic_epochs=0, critic_warmup_iterations=1), ["--critic-epochs", "--critic-warmup-iterations"]),
     (dict(rollout_batch_size=6, n_samples_per_prompt=4, train_batch_size=7), ["--train-batch-size 7", "24 samples"]),
     (dict(log_dir=__file__), [f"cannot write {__file__}"]),
@@ -235,6 +235,7 @@ def test_a_state_that_is_not_json_is_refused_in_the_first_iteration(ppo, tmp_pat
     *[("sliding_window 9: attention must have no window", {"sliding_window": 9} | kind) for kind in (
         {"model_type": "mistral"}, {"model_type": "qwen2", "use_sliding_window": True})],
     ("hidden_act 'gelu': must be silu", {"hidden_act": "gelu"}),
+    ("is_causal false: attention must be causal", {"is_causal": False}),
     *[("rope_type must be one of ('default', 'linear', 'dynamic', 'yarn', 'llama3')", {"rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0,
         "original_max_position_embeddings": 24}})],

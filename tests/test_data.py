@@ -77,6 +77,21 @@ TOOL = chat(("tool", "4"))
 TURNS = chat(("system", "Be brief."), ("user", "a?"), ("assistant", "b"), ("user", "c?"))
 
 
+def test_a_turn_that_another_stop_token_ended_is_closed_as_in_the_template(ppo, tmp_path):
+    """As </answer> may, where the template ends turns with <|im_end|>."""
+    files = {"generation_config": {"eos_token_id": [2, 3]}}
+    tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, CHATML, **files))
+    env = types.SimpleNamespace(reset=lambda seed: ("a", {}), step=lambda _: ("b", 0.0, False, False, {}))
+    for stop_token, id_ in ("<|im_end|>", 2), ("<|eot|><|im_end|>", 3):
+        episode = ppo.Episode(7)
+        episode.begin(env, tokenizer, ppo.Args(max_prompt_tokens=99))
+        episode.add([*tokenizer.encode("e"), id_], [0.0] * 2)
+        episode.end_turn(env, episode.prompt_length, tokenizer, ppo.Args(max_new_tokens=99))
+        text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\ne"
+        text += stop_token + "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.hf.decode(episode.ids) == text
+
+
 @pytest.mark.parametrize("template", [CHATML, GEMMA, LLAMA3, THINKS, QUERY + CHATML, SYSTEM + CHATML,
                                       ALTERNATE + LLAMA3, None])  # fmt: skip
 @pytest.mark.parametrize("prompt", [TURNS, TURNS[1:], TURNS[:2], TURNS[1:2], "a?"])
@@ -110,9 +125,9 @@ def test_messages_have_the_ids_of_the_template_and_so_have_those_between_turns(p
 def test_arguments_of_the_template_and_what_is_wrong_with_them(ppo, tmp_path):
     tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, THINKS))
     ends = lambda ids: tokenizer.hf.decode(ids).endswith("<think>\n\n</think>\n\n")
-    assert not ends(tokenizer.encode_prompt("a")) and not ends(tokenizer.encode_feedback("a"))
+    assert not ends(tokenizer.encode_prompt("a")) and not ends(tokenizer.encode_feedback("a", tokenizer.eos_id))
     tokenizer.template_kwargs = '{"enable_thinking": false}'
-    assert ends(tokenizer.encode_prompt("a")) and ends(tokenizer.encode_feedback("a"))
+    assert ends(tokenizer.encode_prompt("a")) and ends(tokenizer.encode_feedback("a", tokenizer.eos_id))
     for wrong in "{enable}", "[1]", '{"tokenize": true}':
         tokenizer.template_kwargs = wrong
         with pytest.raises(ppo.UserError, match=re.escape(f"cannot render with {wrong} the chat template")):

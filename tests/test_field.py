@@ -95,7 +95,15 @@ def test_a_tilde_is_the_home_of_the_user(ppo, tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     assert ppo.locate_model("~/model") == str(tmp_path / "model")
     assert ppo.complete(ppo.Args(log_dir="~/runs")).log_dir == str(tmp_path / "runs")
-    assert ppo.find_checkpoint(ppo.Args(resume="~/iter_000001")) == tmp_path / "iter_000001"
+    assert ppo.complete(ppo.Args(resume="~/iter_000001")).resume == str(tmp_path / "iter_000001")
+
+
+def test_a_checkpoint_is_found_although_user_code_changes_the_working_directory(ppo, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = ppo.complete(ppo.Args(resume="iter_000001"))
+    monkeypatch.chdir("/")
+    assert ppo.find_checkpoint(args) == tmp_path / "iter_000001"
+    assert ppo.complete(ppo.Args(resume="auto", run_name="run")).resume == "auto"
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
@@ -354,11 +362,13 @@ def test_the_special_token_that_ends_a_turn_is_a_stop_token_here_and_in_exports(
     fast = PreTrainedTokenizerFast(tokenizer_object=file, eos_token="<|im_end|>", chat_template=template)
     tokenizer = ppo.HFTokenizer("none", fast)
     assert tokenizer.stop_ids == stop_ids and tokenizer.eos_id == 2
+    assert tokenizer.end_of_turn_id == stop_ids[-1]
     ppo.save_hf_checkpoint(random_model(ppo), tokenizer, tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["eos_token_id"] == stop_ids
     if template == TURNS_END_WITH_EOT:
         feedback = "\n<|im_start|>user\na<|eot|>\n<|im_start|>assistant\n"
-        assert tokenizer.hf.decode(tokenizer.encode_feedback("a")) == feedback
+        assert tokenizer.hf.decode(tokenizer.encode_feedback("a", 3)) == feedback
+        assert tokenizer.hf.decode(tokenizer.encode_feedback("a", 2)) == "<|eot|>" + feedback
 
 
 WORDS = "hello you two, who said hello to you: the thing is so so good\nis it 1 or 22".split(" ")

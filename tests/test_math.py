@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 
 import pytest
 import torch
@@ -256,5 +257,8 @@ def test_the_number_behind_the_last_hashes_or_in_the_last_box_is_found(ppo):
                "####" + "\n" * 999 + "4": 4, "18": None, "#### x": None, "#" * 9999: None,
                r"so \(\boxed{7}\).": 7, r"\boxed{\$1,250.50}": 1250.5, r"\boxed{-3 \text{ km}}": -3,
                r"#### 1, that is \boxed{2}": 2, r"\boxed{1}, that is #### 2": 2, r"\boxed{x}": None,
-               r"\boxed{5/6}": None, r"\boxed{10^6}": None, r"#### 5, not \boxed{6 / 7}": 5}  # fmt: skip
+               r"\boxed{5/6}": None, r"\boxed{10^6}": None, r"#### 5, not \boxed{6 / 7}": 5,
+               r"\boxed{" + "3" * 1500 + "/": None, "#### 1,": 1, "#### ,,": None}  # fmt: skip
+    start = time.perf_counter()
     assert {text: ppo.parse_number(text) for text in numbers} == numbers
+    assert time.perf_counter() - start < 2  # many digits need no more than a moment

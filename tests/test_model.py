@@ -79,16 +79,24 @@ def test_bos_is_once_before_the_prompt_and_feedback_begins_after_the_stop_token(
     """Llama 2's template puts a space before it."""
     tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, bos=True))
     assert tokenizer.encode_prompt("hello") == [4, *ids_of("hello")]
-    assert tokenizer.encode_feedback("hello") == ids_of("hello")
+    assert tokenizer.encode_feedback("hello", tokenizer.eos_id) == ids_of("hello")
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
         "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}")  # fmt: skip
     tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, template, bos=True))
-    for encode in tokenizer.encode_prompt, tokenizer.encode_feedback:
-        assert encode("hello") == ids_of("<s>[INST] hello [/INST]")
+    for ids in tokenizer.encode_prompt("hello"), tokenizer.encode_feedback("hello", tokenizer.eos_id):
+        assert ids == ids_of("<s>[INST] hello [/INST]")
     only_the_first = ppo.HFTokenizer(write_tokenizer(tmp_path, "{{ messages[0].content }}"))
     with pytest.raises(ppo.UserError, match="leaves out earlier turns"):
-        only_the_first.encode_feedback("hello")
+        only_the_first.encode_feedback("hello", tokenizer.eos_id)
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_a_response_that_another_stop_token_ends_is_followed_by_the_end_of_its_turn(ppo, tmp_path, template):
+    tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, template))
+    whole = "<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    for stop_id in [*ids_of("<|eot|>"), 900]:  # which the vocabulary lacks
+        assert tokenizer.encode_feedback("hello", stop_id) == ids_of(whole if template else "hello")
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
@@ -103,7 +111,7 @@ def test_texts_have_the_ids_that_they_have_in_the_whole_conversation(ppo, tmp_pa
         tokenizer = ppo.HFTokenizer(tmp_path)
         prompt = tokenizer.encode_prompt("hello")
         answer = tokenizer.encode("yes or no", tokenizer.render(ppo.as_messages("hello")))
-        feedback = tokenizer.encode_feedback("Too low.")
+        feedback = tokenizer.encode_feedback("Too low.", 2)
         whole = "Q: hello<|im_end|>A:yes or no<|im_end|>Q: Too low.<|im_end|>A:" if template else (
             "helloyes or no<|im_end|>Too low.")  # fmt: skip
         assert [*prompt, *answer, 2, *feedback] == tokenizer.encode(whole)

@@ -781,6 +781,21 @@ def test_the_name_of_a_run_is_that_of_rank_0(ppo, tmp_path):
     assert run.path == tmp_path / "of rank 0" and not run.path.exists()
 
 
+def test_a_file_that_cannot_be_written_is_the_earlier_one(ppo, tmp_path):
+    """As with a full disk. Otherwise a run that has failed could not begin anew."""
+    path = tmp_path / "summary.json"
+    ppo.write_json(path, {"status": "failed"})
+
+    def half(self, content):
+        with open(self, "wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError("No space left")
+
+    with mock.patch.object(type(path), "write_bytes", half), pytest.raises(OSError, match="No space left"):
+        ppo.write_json(path, {"status": "completed"})
+    assert ppo.read_json(path) == {"status": "failed"}
+
+
 def test_ranks_agree_on_a_signal_that_several_have_received(ppo):
     """The exit code is 128 and its number."""
     stop = ppo.StopSignals()

@@ -346,6 +346,18 @@ def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_referen
     assert torch.equal(first["critic"][:body], first["actor"][:body])
 
 
+def test_the_warm_start_ends_answers_as_the_chat_template_does(ppo, tmp_path):
+    """Base models may have a template that ends a turn by another token than their eos token."""
+    ended, from_episodes = [], ppo.Experience.from_episodes
+    look = lambda episodes: ended.append({e.ids[-1] for e in episodes}) or from_episodes(episodes)
+    with (
+        mock.patch.object(ppo.HFTokenizer, "end_of_turn", lambda tokenizer: 5),
+        mock.patch.object(ppo.Experience, "from_episodes", look),
+    ):
+        record(ppo, tmp_path, sft_steps=2, num_iterations=1)
+    assert ended[:2] == [{5}, {5}]
+
+
 def test_a_run_without_demonstrations_says_that_it_makes_no_warm_start(ppo, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ab="}')
     kwargs = json.dumps({"path": str(tmp_path / "rows.jsonl"), "reward": "environments:length"})
@@ -361,6 +373,15 @@ def test_sort_digits_by_hand(ppo):
     env.answer = "12458"
     for answer, reward in ("12458", 1.0), ("12548", 0.6), ("1245", 0.0), ("124588", 0.0), ("", 0.0):
         assert env.step(answer) == ("", reward, True, False, {"success": reward == 1})
+
+
+def test_flash_attention_is_for_the_head_sizes_that_it_computes(ppo, tmp_path):
+    x, sizes = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16), set()
+    with mock.patch.object(ppo, "HAS_VARLEN", True):
+        assert [size for size in (8, 64, 100, 128, 256, 264) if ppo.has_varlen(x, size)] == [8, 64, 128, 256]
+    with mock.patch.object(ppo, "has_varlen", lambda x, head_dim: sizes.add(head_dim)):
+        seen = record(ppo, tmp_path, num_iterations=1)
+    assert sizes == {seen.models["actor"].config.head_dim}
 
 
 def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path):
@@ -381,6 +402,9 @@ def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path
         assert prompt == rows[i].get("prompt", rows[i].get("messages")) and info.get("demonstration") == rows[i].get("demonstration")  # noqa: E501
         assert env.step("answer") == ("", 0.5, True, False, {"success": False})
         assert calls[-1] == (prompt, "answer", rows[i] | {"prompt": prompt, "key": i})
+    with mock.patch.object(ppo, "FIRST_TRAINING_SEED", 16):  # A long file has more rows than this.
+        assert [env.row_index(seed) for seed in range(24)] == [*range(24)]
+        assert [env.row_index(24 + i) for i in range(24)] != [*range(24)]
     path.write_text(json.dumps({"question": "1 + 1?", "answer": "It is two.\n#### 2"}))
     gsm8k = ppo.GSM8K(f"{tmp_path}/./rows.jsonl")
     prompt, info = gsm8k.reset(seed=7)

@@ -73,7 +73,7 @@ def same_in_transformers(folder, ours, tokenizer, tokens):
     torch.testing.assert_close(ours(tokens), model(tokens).logits, rtol=0, atol=1e-4)
     for text in [*SENTENCES, "", " x\n\n y", "🙂 é"]:
         assert tokenizer.encode(text) == theirs(text, add_special_tokens=False).input_ids
-    answer = [*tokenizer.encode("seven"), tokenizer.eos_id, *tokenizer.encode_feedback("Too low.")]
+    answer = [*tokenizer.encode("seven"), tokenizer.eos_id, *tokenizer.encode_feedback("Too low.", tokenizer.eos_id)]
     turns = chat([("user", "Guess."), ("assistant", "seven"), ("user", "Too low.")])
     expected = theirs.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert [*tokenizer.encode_prompt("Guess."), *answer] == expected
