@@ -934,7 +934,10 @@ ROPE_TYPES = "default", "linear", "dynamic", "yarn", "llama3"
 def check_config(config: PretrainedConfig) -> PretrainedConfig:
     """Refuse what the Transformer below does not compute. Fill in head_dim where it is missing."""
     if config.model_type not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise ValueError(f"model_type {config.model_type!r}: must be llama, mistral, qwen2, qwen3")
+        raise ValueError(
+            f"model_type {config.model_type!r}: must be llama, mistral, qwen2, qwen3; for other "
+            "families see docs/other_models.md"
+        )
     if config.rope_parameters["rope_type"] not in ROPE_TYPES:
         raise ValueError(f"{config.rope_parameters}: rope_type must be one of {ROPE_TYPES}")
     if not getattr(config, "is_causal", True):
@@ -1919,6 +1922,8 @@ class Prompts(gym.Env):
 
     @staticmethod
     def convert(row):
+        if "prompt" not in row and "messages" not in row:
+            raise ValueError(f'neither "prompt" nor "messages" is among its keys: {[*row]!r:.200}')
         return row if "prompt" in row else row | {"prompt": row["messages"]}
 
     def row_index(self, seed: int) -> int:
@@ -2019,6 +2024,8 @@ def as_messages(text) -> list[dict]:
     """Text becomes a user message. Messages are checked: the last one is not the assistant's."""
     if isinstance(text, str):
         return [{"role": "user", "content": text}]
+    if not isinstance(text, list | tuple):
+        raise TypeError(f"neither text nor a list of messages: {text!r:.80}")
     for message in text:
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             raise TypeError(f"{message!r:.80}: role and content must be text")
@@ -2042,10 +2049,18 @@ def env_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
 
 def env_step(env: gym.Env, response: str) -> tuple[list[dict], float | None, str, dict]:
     """Step an environment. Returns messages, reward, "terminated", "truncated" or "", and info."""
-    text, reward, terminated, truncated, info = env.step(response)
+    result = env.step(response)
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise TypeError(
+            "step must return a tuple (message, reward, terminated, truncated, info), "
+            f"not {result!r:.80}"
+        )
+    text, reward, terminated, truncated, info = result
     flags = terminated, truncated, info.get("success", False)
     if not all(flag in (True, False) for flag in flags):
-        raise ValueError(f"terminated, truncated and success must be bools: {flags!r:.200}")
+        raise ValueError(
+            f"terminated, truncated and success must be True or False, not {flags!r:.200}"
+        )
     end = "terminated" if terminated else "truncated" if truncated else ""
     return [] if end else as_messages(text), reward, end, info
 
@@ -2281,8 +2296,8 @@ def logged_samples(episodes: list[Episode], experience: Experience) -> list[dict
 
 ADVICE = {  # by the cause of a ratio that stays at 1, or does not begin there
     "critic_warmup": "see --critic-warmup-iterations",
-    "empty_mask": "no token is trained on: check --max-new-tokens, the mask, the choice of samples "
-    "and rewards of None",
+    "empty_mask": "no token is trained on. Are all rewards None, since the reward function returns "
+    "nothing? If not, check --max-new-tokens, the mask and the choice of samples",
     "forward_mismatch": "dropout? shifted mask? another temperature? samples of an earlier policy?",
     "kl_early_stop": "raise --target-kl or lower --actor-lr",
     "no_step": "no step was made: were there minibatches?",
@@ -2294,8 +2309,9 @@ ADVICE = {  # by the cause of a ratio that stays at 1, or does not begin there
     "no_grad_to_actor": "detached log-probs or frozen parameters",
     "optimizer_noop": "the optimizer does not hold the actor's parameters",
     "lr_or_clip_too_small": "raise --actor-lr or --max-grad-norm",
-    "old_logprob_recomputed": "record them once, before the first update. In bfloat16 a forward "
-    "pass that runs a stale copy of the model looks the same",
+    "old_logprob_recomputed": "the old log-probs are computed again after each step. Compute them "
+    "once, before the first update. In bfloat16 a forward pass that runs a stale copy of the model "
+    "looks the same",
     "forward_ignores_update": "the forward pass runs a stale copy of the model",
 }
 
@@ -2514,7 +2530,7 @@ def complete(args: Args) -> Args:
 EMBEDDED_WIDTH = 64  # hidden_size of the default model
 NOT_ZERO = (
     "temperature", "rollout_slots", "rollout_batch_size", "n_samples_per_prompt",
-    "train_batch_size", "max_new_tokens")  # fmt: skip
+    "train_batch_size", "max_new_tokens", "max_grad_norm")  # fmt: skip
 AT_MOST_ONE = "gamma", "gae_lambda", "critic_lambda", "clip_low", "lr_end"
 
 
@@ -3075,10 +3091,12 @@ class Run:
             print0(f"  {[samples[0]['prompt'], samples[0]['response']]!r:.280}")
         truncated = metrics["objective/truncated"]
         cut = f" ({truncated:.0%} cut)" if truncated >= 0.005 else ""
+        unscored = metrics["objective/unscored"]
+        left_out = f"{unscored:.0%} without a reward, " if unscored >= 0.005 else ""
         print0(
             f"{i + 1}/{self.args.num_iterations}: reward {metrics['objective/reward']:.3f}, "
             f"accuracy {metrics['objective/accuracy']:.1%}, "
-            f"{metrics['objective/response_tokens']:.1f} tokens{cut}, "
+            f"{metrics['objective/response_tokens']:.1f} tokens{cut}, {left_out}"
             f"KL {metrics['objective/kl']:.4f}, "
             f"approx_kl {metrics.get('actor/approx_kl', 0.0):.2g}, "
             f"clipfrac {metrics.get('actor/clipfrac', 0.0):.3f}, "

@@ -23,12 +23,15 @@ ROOT = Path(__file__).parent.parent
 
 
 def patched_module(folder: Path, script="ppo_llm", patches=("any_model",)):
-    """The script with patches, as a module, from a copy in the folder."""
+    """The script with patches, as a module, from a copy in the folder. The script may have a patch already."""
     path = folder / f"{script}.py"
     shutil.copy(ROOT / path.name, path)
     for patch in patches:
         text = (ROOT / "forks" / f"{patch}.patch").read_text().replace("ppo_llm.py", path.name)
-        subprocess.run(["git", "apply"], input=text, cwd=folder, text=True, check=True)
+        apply = ["git", "apply"]
+        is_there = subprocess.run([*apply, "-R", "--check"], input=text, cwd=folder, text=True, capture_output=True)
+        if is_there.returncode:
+            subprocess.run(apply, input=text, cwd=folder, text=True, check=True)
     spec = importlib.util.spec_from_file_location(f"{script}_with_{'_'.join(patches)}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

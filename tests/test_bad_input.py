@@ -50,6 +50,7 @@ def test_numbers_that_are_negative_too_large_or_none(ppo, tmp_path):
 @pytest.mark.parametrize(("flags", "parts"), [
     (dict(train_batch_size=0), ["--train-batch-size 0: must be above 0"]),
     (dict(temperature=0.0), ["--temperature 0.0: must be above 0"]),
+    (dict(max_grad_norm=0.0), ["--max-grad-norm 0.0: must be above 0"]),  # It does not turn clipping off.
     (dict(dual_clip=1.0), ["--dual-clip 1.0: must be above 1"]),
     (dict(kl_loss="k3", kl_coef=0.0), ["--kl-loss k3", "--kl-coef"]),
     (dict(resume="auto", run_name=None), ["--resume auto", "--run-name"]),
@@ -163,7 +164,8 @@ def test_environment_whose_prompts_are_malformed_or_too_long(ppo, tmp_path, retu
 @pytest.mark.both
 @pytest.mark.parametrize(("env", "part"), [
     ("RewardNaN", "nan, which is not a finite"), ("RewardString", "'1.0', which is not a finite number"), ("Exits", "SystemExit: 3"),  # noqa: E501
-    ("Raises", "RuntimeError: the judge is out of order"), ("FourValues", "expected 5, got 4"),
+    ("Raises", "RuntimeError: the judge is out of order"),
+    ("FourValues", "TypeError: step must return a tuple (message, reward"),
     ("WrongSignature", "TypeError"),
 ])  # fmt: skip
 def test_environment_that_fails_is_named_with_the_seed(ppo, tmp_path, env, part):
@@ -175,8 +177,9 @@ def test_environment_that_fails_is_named_with_the_seed(ppo, tmp_path, env, part)
     ("GSM8K-v0", GSM8K_LINE + "\n" + GSM8K_LINE[:-9], "use line 2 of"), ("GSM8K-v0", "{'caf\xe9'}", "utf-8"),
     ("GSM8K-v0", PROMPT, "KeyError: 'answer'"), ("GSM8K-v0", '{"answer": "two"}', "no '#### number' in the answer"),
     *[("Prompts-v0", PROMPT + "\n" + line, f"use line 2 of ROWS (see docs/your_task.md): {x}") for line, x in [
-        (PROMPT[:-1], "JSON"), ("5", "TypeError"), ('{"prompt": 5}', "TypeError"),
-        ('{"instruction": "a", "output": "b"}', "KeyError: 'messages'"),
+        (PROMPT[:-1], "JSON"), ("5", "TypeError"),
+        ('{"prompt": 5}', "TypeError: neither text nor a list of messages: 5"),
+        ('{"instruction": "a"}', """ValueError: neither "prompt" nor "messages" is among its keys: ['instruction']"""),
         (MESSAGES("user", text=[{"type": "text"}]), "TypeError: {'role': 'user', 'content': [{'type': 'text'}]}: role"),
         *[(MESSAGES(*roles), "ValueError: there must be a message, and the last one must not be the assistant's")
           for roles in ([], ["user", "assistant"], ["assistant"])]]],

@@ -245,7 +245,7 @@ def test_a_reset_that_returns_no_pair_is_an_error_that_names_the_tuple(ppo, tmp_
 def test_what_is_no_bool_is_refused(ppo, terminated, truncated, success):
     env = types.SimpleNamespace(step=lambda _: ("", 1.0, terminated, truncated, {"success": success}))
     flags = re.escape(repr((terminated, truncated, success)))
-    with pytest.raises(ValueError, match=f"terminated, truncated and success must be bools: {flags}"):
+    with pytest.raises(ValueError, match=f"terminated, truncated and success must be True or False, not {flags}"):
         ppo.env_step(env, "a")
 
 

@@ -275,6 +275,18 @@ def test_an_entropy_without_a_coefficient_is_not_in_the_loss(ppo, tmp_path):
     assert "actor/entropy" not in seen.rows[0]  # which is not finite
 
 
+def test_the_line_of_an_iteration_names_the_share_of_samples_without_a_reward(ppo, tmp_path, capsys):
+    """A function without a return gives None. The first of two iterations has no reward, and the second has all."""
+    step, steps = ppo.env_step, itertools.count()
+    some = lambda text, reward, *rest: (text, reward if next(steps) >= 8 else None, *rest)
+    with mock.patch.object(ppo, "env_step", lambda *args: some(*step(*args))):
+        seen = record(ppo, tmp_path, eval_episodes=0)
+    assert [row["objective/unscored"] for row in seen.rows] == [1, 0]
+    text = capsys.readouterr().out
+    assert "1/2: reward 0.000, accuracy 0.0%, 0.0 tokens, 100% without a reward, KL" in text
+    assert text.count("without a reward") == 1 and "ratio: empty_mask: no token is trained on. Are all rewards" in text
+
+
 def test_a_fork_may_train_on_no_sample_and_the_log_is_of_all(ppo, tmp_path):
     minibatches, diagnose, nothing = ppo.minibatches, ppo.diagnose_ratio, torch.arange(0)
     patches = dict(minibatches=lambda e, *rest: minibatches(e.select(nothing), *rest),
