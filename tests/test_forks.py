@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -156,13 +157,15 @@ def test_tokens_outside_of_a_bound_do_not_train_others_are_not_clipped(patch, bo
     torch.testing.assert_close(loss, -(advantages * (new - old).exp()).sum() / mask.sum())
 
 
-def test_sao_trains_the_critic_twice_as_often_and_not_its_attention(tmp_path):
-    ppo, _, folder = run("sao", tmp_path)
+@pytest.mark.parametrize("patch", ["sao", "sao,lora"])
+def test_sao_trains_the_critic_twice_as_often_and_not_its_attention(patch, tmp_path):
+    ppo, _, folder = run(patch, tmp_path)
     assert len(ppo.calls["minibatches"]) == 2 * (2 + 1)
     first, second = checkpoint(folder, 1), checkpoint(folder, 2)
-    weights = {name for name in first if re.fullmatch(r"critic\..*weight", name)}
+    trained = r"critic\..*(lora_.|score\.weight)" if "lora" in patch else r"critic\..*weight"
+    weights = {name for name in first if re.fullmatch(trained, name)}
     still = {name for name in weights if torch.equal(first[name], second[name])}
-    assert still == {name for name in weights if "self_attn" in name}
+    assert still == {name for name in weights if "self_attn" in name} < weights
 
 
 def test_bpco_has_values_in_the_range_of_the_rewards(tmp_path):
@@ -194,7 +197,8 @@ def test_group_normalised_leaves_samples_without_a_reward_out_of_their_group(tmp
 
         def without_rewards(episodes):
             for episode in [*episodes[::5], *episodes[1:4]]:  # of the first group all four
-                episode.mask, episode.rewards = [False] * len(episode.mask), [0.0] * len(episode.rewards)
+                episode.mask = [False] * len(episode.mask)
+                episode.rewards[-1] += 9.0  # of an earlier turn, or of a reward model
             return from_episodes(episodes)
 
         ppo.Experience.from_episodes = without_rewards
@@ -229,6 +233,30 @@ def test_best_and_worst(tmp_path):
         assert torch.equal(two, torch.stack((every.amin(1), every.amax(1)), dim=1))
         samples = lambda x: {tuple(ids) for ids in x.tokens.tolist()}
         assert samples(trained) < samples(e) and row["objective/reward"] == pytest.approx(float(every.mean()))
+
+
+def test_best_and_worst_passes_over_samples_without_a_reward(tmp_path):
+    def forget(ppo):
+        from_episodes = ppo.Experience.from_episodes
+
+        def without_rewards(episodes):
+            for episode in episodes[::5]:
+                episode.mask = [False] * len(episode.mask)
+                episode.rewards[-1] += 9.0  # of an earlier turn, or of a reward model
+            return from_episodes(episodes)
+
+        ppo.Experience.from_episodes = without_rewards
+
+    ppo, _, _ = run("best_and_worst", tmp_path, forget, n_samples_per_prompt=4)
+    (e, *_), ((trained, *_), _) = experiences(ppo), ppo.calls["minibatches"][0]
+    rewards = torch.where(e.mask.any(1), e.rewards.sum(1), math.nan).view(8, 4)
+    worst, best = (torch.stack([f(group[~group.isnan()]) for group in rewards]) for f in (torch.min, torch.max))
+    assert rewards.isnan().any() and torch.equal(trained.rewards.sum(1).view(8, 2), torch.stack((worst, best), 1))
+
+
+def test_best_and_worst_needs_two_samples_per_prompt(tmp_path):
+    with pytest.raises(Exception, match="--n-samples-per-prompt 1: must be above 1"):
+        run("best_and_worst", tmp_path, n_samples_per_prompt=1)
 
 
 def test_replay_trains_the_previous_rollout_with_its_own_old_logprobs(tmp_path):

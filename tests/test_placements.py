@@ -106,10 +106,18 @@ def test_actor_and_critic_apart_have_the_numbers_of_one_process(ranks, patched, 
 
 
 @pytest.mark.slow
+def test_samplers_without_an_actor_get_the_buffers_of_other_families(patched, launch):
+    """any_model.patch has rotary frequencies in buffers, which no checkpoint contains."""
+    alone = launch(patched("any_model"), 1, ("run", CRITIC, None)) / "run"
+    folder = launch(patched("any_model,critic_ranks"), 2, ("run", CRITIC | dict(critic_ranks=1), None))
+    assert_same_metrics(lines(folder / "run"), lines(alone), 1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "players"), [(2, 1), (3, 1), (3, 2)])
 def test_rollout_ranks_sample_one_iteration_ahead(ranks, players, patched, launch, monkeypatch):
     flags = AHEAD | dict(rollout_ranks=players)
-    saved = flags | dict(num_iterations=4, save_every=2)
+    saved = flags | dict(num_iterations=4, save_every=2, eval_every=1)
     folder = launch(
         patched("rollout_ranks"), ranks, ("run", flags, None), ("saved", saved, None), ("still", flags | STILL, None),
         ("resumed", saved | dict(resume="saved/checkpoints/iter_000002"), None),
@@ -117,6 +125,8 @@ def test_rollout_ranks_sample_one_iteration_ahead(ranks, players, patched, launc
     sample_late(monkeypatch)
     assert_same_metrics(lines(folder / "run"), lines(launch(ppo_llm, 1, ("late", AHEAD, None)) / "late"))
     same_run(folder / "resumed", folder / "saved", after=2)
+    evaluated = [row["eval/reward"] for row in lines(folder / "saved") if "eval/reward" in row]
+    assert len(evaluated) == 3
     assert_diagnosed(folder)
     row = {"ratio/diagnosis": None} | lines(folder / "run")[1]  # The sampler is late by design: no warning.
     assert row["debug/sampler_trainer_logprob_diff"] > 1e-2
