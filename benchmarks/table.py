@@ -16,7 +16,8 @@ of the files that the row names. After each run the command writes table.md anew
 
 After a small change of the code, `carry` makes the run with seed 1 of each variant again. If its numbers are those of
 the earlier line, the lines of the other seeds count as well: they are written again, and name the code of their run.
-Rows that measure time are never carried.
+Runs of TRL have other numbers each time, so there only the evaluations before training are compared. Rows that measure
+time are never carried.
 
 --jobs runs (default 2) are made at a time, each on one thread. Rows that measure time come last. Their runs are made
 one at a time, and wait until the processor is idle. --model-dir, or the variable MODEL_DIR, is the folder that
@@ -75,6 +76,7 @@ class Run:
     argument: object = None  # for that function
     typed: str = ""  # what a reader types, if it is no command of ppo_llm.py
     files: tuple[str, ...] = ()  # further files that the numbers depend on, beside those of the row
+    repeats: bool = True  # whether the same seed gives the same numbers
 
     def command(self, row: str, variant: str, seed: int | str) -> str:
         if self.typed:
@@ -116,7 +118,7 @@ ROWS = {
             "critic": Run(f"{SUMS} 32", minutes=20),
             "constant": Run(f"{SUMS} 32 --critic-epochs 0", minutes=13),
             "group": Run(f"{SUMS} 8 --n-samples-per-prompt 4", minutes=13, patch="group_normalised"),
-            "TRL": Run(make="sums_with_trl", minutes=25),
+            "TRL": Run(make="sums_with_trl", minutes=25, repeats=False),  # It shuffles without a seed.
         }, ENDS, against=("TRL", "after", "difference"), files=("benchmarks/learning_real.py",)),
     "default": Row("The default task is learned", {"critic": DEFAULT}, (*ENDS, "samples_to_90", "samples")),
     "sort": Row(
@@ -266,7 +268,8 @@ NUMBERS = {  # name: (what the table calls it, factor, digits after the point or
 NOTES = {  # what a reader of a row needs to know
     "sums": """
         All runs have 320 samples, the same prompts, and the same evaluations. `group` is four samples for each of 8
-        prompts, with `group_normalised.patch`. `TRL` is TRL's `PPOTrainer`. [A real
+        prompts, with `group_normalised.patch`. `TRL` is TRL's `PPOTrainer`, which shuffles the samples of an iteration
+        without a seed, so the same command gives other numbers each time. [A real
         checkpoint](real_checkpoint.md#smollm2-learns-sums) says more.
     """,
     "default": """
@@ -862,7 +865,7 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
             continue
         before = next((line for line in reversed(lines) if line["code"] == old["code"]
                        and (line["command"], line["seed"]) == (one.command, 1)), None)  # fmt: skip
-        if before and results_of(before) == results_of(new):
+        if before and results_of(before, job.run) == results_of(new, job.run):
             add_line(old | {"code": job.code, "carried_from": old["code"]})
         else:
             print(f"{job.row}, {job.variant}: seed 1 has other numbers, so seed {job.seed} must be made again")
@@ -870,8 +873,10 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
     return complete
 
 
-def results_of(line: dict) -> dict:
-    return {name: x for name, x in line["numbers"].items() if "seconds" not in name}
+def results_of(line: dict, run: Run) -> dict:
+    """The numbers that a run made again must have. Where training does not repeat, those before it."""
+    names = [name for name in line["numbers"] if "seconds" not in name and (run.repeats or "before" in name)]
+    return {name: line["numbers"][name] for name in names}
 
 
 # --- The table.
@@ -912,7 +917,9 @@ other commands.
 
 A cell has the mean over the seeds, its standard error after "+-", and the smallest and the largest number in
 parentheses. A cell without "+-" has the median of several runs in place of the mean. Two seeds have their range alone.
-A number that is the same in all runs stands alone. The commands are those of seed 1.
+A number that is the same in all runs stands alone. The commands are those of seed 1. Runs of a row may be of
+several commits. If the code differs between them, the run with seed 1 was made again with the newest code, and had the
+same numbers.
 """
 
 

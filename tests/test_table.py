@@ -191,6 +191,14 @@ def test_lines_are_carried_over_if_the_first_seed_gives_the_same_numbers(tmp_pat
     assert not table.carry(["sort"], 2, "smollm2") and len(made) == 2
 
 
+def test_what_a_run_made_again_must_have():
+    line = {"numbers": {"before": 0.1, "greedy_before": 0.3, "after": 0.9, "iteration_seconds": 9.0}}
+    before = {"before": 0.1, "greedy_before": 0.3}
+    assert table.results_of(line, table.Run()) == before | {"after": 0.9}
+    assert table.results_of(line, table.Run(repeats=False)) == before
+    assert not table.ROWS["sums"].variants["TRL"].repeats
+
+
 def test_the_numbers_of_the_table_are_those_of_the_lines():
     numbers = {1: (0.9, 20_000), 2: (0.95, 30_000), 3: (0.94, None)}
     lines = [line_of(table.Job("sort", "critic", seed), {"after": after, "samples_to_level": samples})
