@@ -2038,8 +2038,8 @@ def parse_number(text: str) -> float | None:
     or a percent sign, is ignored. A number before a slash or a caret, as in 5/6 and 10^6, does not
     count.
     """
-    # (?>...) is tried once. Otherwise a thousand digits before a slash would take seconds.
     text = re.sub(r"\\[!,;: ]|\\(?:text|textbf|mathrm|mathbf)\{\s*", "", text).replace("{,}", ",")
+    # (?>...) is tried once. Otherwise a thousand digits before a slash would take seconds.
     found = re.findall(
         r"(?:####|\\boxed\{)[\s$\\]*((?>(?:-[\s$\\]*)?[\d,]*\.?\d+))(?![\d,.]*\s*[/^])", text
     )
