@@ -215,10 +215,11 @@ def test_group_normalised_leaves_samples_without_a_reward_out_of_their_group(tmp
         assert not advantages[:4].any()
 
 
-def test_group_normalised_learns_nothing_from_equal_rewards(tmp_path):
+@pytest.mark.parametrize("reward", [0.6, 1000.1])
+def test_group_normalised_learns_nothing_from_equal_rewards(tmp_path, reward):
     """The mean of eight times 0.6 differs from 0.6 by rounding, that of eight ones does not differ from 1."""
     first = ppo_llm.first_training_seed(ppo_llm.Args(), ppo_llm.SortDigits())
-    kwargs = json.dumps(dict(reward=0.6, first=first + 4))  # the first four get 1
+    kwargs = json.dumps(dict(reward=reward, first=first + 4))  # the first four get 1
     flags = dict(env_id="environments:Constant-v0", env_kwargs=kwargs, kl_coef=0.0)
     ppo, _, _ = run("group_normalised", tmp_path, n_samples_per_prompt=8, **flags)
     assert not any(e.advantages.any() for e in experiences(ppo))
@@ -235,23 +236,27 @@ def test_best_and_worst(tmp_path):
         assert samples(trained) < samples(e) and row["objective/reward"] == pytest.approx(float(every.mean()))
 
 
-def test_best_and_worst_passes_over_samples_without_a_reward(tmp_path):
+@pytest.mark.parametrize("flags", [{}, dict(env_id="environments:Constant-v0", env_kwargs='{"reward": 0.6}')])
+def test_best_and_worst_passes_over_samples_without_a_reward(tmp_path, flags):
     def forget(ppo):
         from_episodes = ppo.Experience.from_episodes
 
         def without_rewards(episodes):
-            for episode in episodes[::5]:
+            for episode in [*episodes[::5], *episodes[29:32]]:  # of the last prompt three
                 episode.mask = [False] * len(episode.mask)
                 episode.rewards[-1] += 9.0  # of an earlier turn, or of a reward model
             return from_episodes(episodes)
 
         ppo.Experience.from_episodes = without_rewards
 
-    ppo, _, _ = run("best_and_worst", tmp_path, forget, n_samples_per_prompt=4)
+    ppo, _, _ = run("best_and_worst", tmp_path, forget, n_samples_per_prompt=4, **flags)
     (e, *_), ((trained, *_), _) = experiences(ppo), ppo.calls["minibatches"][0]
     rewards = torch.where(e.mask.any(1), e.rewards.sum(1), math.nan).view(8, 4)
-    worst, best = (torch.stack([f(group[~group.isnan()]) for group in rewards]) for f in (torch.min, torch.max))
-    assert rewards.isnan().any() and torch.equal(trained.rewards.sum(1).view(8, 2), torch.stack((worst, best), 1))
+    found = torch.where(trained.mask.any(1), trained.rewards.sum(1), math.nan).view(8, 2)
+    assert e.mask.any(1).view(8, 4).sum(1).tolist() == [3, 3, 3, 3, 4, 3, 3, 1]
+    for group, two in zip(rewards[:-1], found):
+        assert two.tolist() == [min(group[~group.isnan()]), max(group[~group.isnan()])]
+    assert found[-1, 0] == rewards[-1].nansum() and found[-1, 1].isnan()
 
 
 def test_best_and_worst_needs_two_samples_per_prompt(tmp_path):
