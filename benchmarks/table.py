@@ -50,6 +50,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import common
@@ -95,7 +96,7 @@ class Row:
     seeds: int = 5  # the first ones
     unit: str = "seeds"
     statistic: str = "mean"  # how the table combines runs: mean, median, range, worst or sum
-    against: tuple[str, str, str] | None = None  # (variant, number, "quotient" or "difference")
+    against: tuple[tuple[str, str, str], ...] = ()  # triples (variant, number, "quotient" or "difference")
     alone: bool = False  # no other run beside it
     extra: bool = False  # made only if --only names the row
     files: tuple[str, ...] = ()  # other files that the numbers depend on
@@ -119,28 +120,33 @@ ROWS = {
             "constant": Run(f"{SUMS} 32 --critic-epochs 0", minutes=13),
             "group": Run(f"{SUMS} 8 --n-samples-per-prompt 4", minutes=13, patch="group_normalised"),
             "TRL": Run(make="sums_with_trl", minutes=25, repeats=False),  # It shuffles without a seed.
-        }, ENDS, against=("TRL", "after", "difference"), files=("benchmarks/learning_real.py",)),
+        }, (*ENDS, "accuracy_end"), against=(
+            ("TRL", "after", "difference"), ("constant", "after", "difference"),
+            ("constant", "accuracy_end", "difference"),
+        ), files=("benchmarks/learning_real.py",)),
     "default": Row("The default task is learned", {"critic": DEFAULT}, (*ENDS, "samples_to_90", "samples")),
     "sort": Row(
         "Samples of the default task until 90 % are right", {
             "critic": DEFAULT, "constant": Run(f"{DEFAULT.flags} --critic-epochs 0", minutes=2),
             "group": Run(DEFAULT.flags, minutes=2, patch="group_normalised"),
-        }, ("samples_to_level", "after"), against=("constant", "samples_to_level", "quotient")),
+        }, ("samples_to_level", "after"), against=(("constant", "samples_to_level", "quotient"),)),
     "prefix": Row(
         "Samples of `prefix` until the reward is 0.5", {
             "critic": Run(PREFIX, minutes=2), "constant": Run(f"{PREFIX} --critic-epochs 0", minutes=1.5),
             "group": Run(PREFIX, minutes=1.5, patch="group_normalised"),
-        }, ("samples_to_level", "reward_end"), against=("constant", "samples_to_level", "quotient")),
+        }, ("samples_to_level", "reward_end"), against=(("constant", "samples_to_level", "quotient"),)),
     "dense": Row(
         "`Dense-v0` with a discount of 0.5, and the same rewards at the end without a discount", {
             "critic": Run(SEQUENCES["dense"]), "constant": Run(SEQUENCES["dense, constant baseline"], minutes=2),
             "at the end": Run(SEQUENCES["at the end"]),
-        }, ("after", "greedy_after"), against=("constant", "after", "difference")),
+        }, ("after", "greedy_after", "accuracy_end", "samples_to_level"),
+        against=(("constant", "after", "difference"), ("constant", "accuracy_end", "difference"))),
     "undiscounted": Row(
         "`Dense-v0` without a discount", {
             "critic": Run(SEQUENCES["dense"].replace(" --gamma 0.5", "")),
             "constant": Run(SEQUENCES["dense, constant baseline"].replace(" --gamma 0.5", ""), minutes=2),
-        }, ("after", "greedy_after"), against=("constant", "after", "difference")),
+        }, ("after", "greedy_after", "accuracy_end"),
+        against=(("constant", "after", "difference"), ("constant", "accuracy_end", "difference"))),
     "turns": Row(
         "Binary search is learned in several turns",
         {"critic": Run(GUESS, minutes=5, make="guess_number", typed=f"python ppo_llm.py {GUESS} --seed SEED")},
@@ -172,7 +178,7 @@ ROWS = {
         }, ("runs", "compared", "other_numbers"), seeds=1, statistic="worst"),
     "faults": Row(
         "Planted mistakes that make a test fail",
-        {"all": Run(make="planted_faults", minutes=12, typed="python tests/plant_faults.py")},
+        {"the list": Run(make="planted_faults", minutes=12, typed="python tests/plant_faults.py")},
         ("killed", "planted"), seeds=6, unit="parts", statistic="sum", files=TESTS),
     "ranks": Row(
         "Ranks have the numbers of one process", {
@@ -285,7 +291,8 @@ NOTES = {  # what a reader of a row needs to know
         critic](critic.md#does-it-pay) says more.
     """,
     "dense": """
-        The answers are sequences of digits. [Dense rewards](learning.md#dense-rewards) says more.
+        The answers are sequences of digits. The level is reached when 90 % of the answers in the rollouts are right, on
+        average over five iterations. [Dense rewards](learning.md#dense-rewards) says more.
     """,
     "undiscounted": """
         [Dense rewards](learning.md#dense-rewards) says more.
@@ -305,11 +312,12 @@ NOTES = {  # what a reader of a row needs to know
     """,
     "pages": """
         Earlier commits made the runs of [the course](../docs/course.md), [the exercises](../docs/exercises.md) and [the
-        projects](../docs/projects.md). Here the runs with seed 1 are made again. A result is a number or a text in the
-        data file of the page.
+        projects](../docs/projects.md). Here the runs with seed 1 are made again. The rows count the numbers and texts
+        in the data file of the page.
     """,
     "faults": """
-        [Planted faults](../docs/verification.md#planted-faults) says what this shows, and what it does not.
+        The list is run in six parts, so that the run can be interrupted. [Planted
+        faults](../docs/verification.md#planted-faults) says what this shows, and what it does not.
     """,
     "ranks": """
         [The same numbers](ranks_and_scale.md#the-same-numbers-on-any-number-of-ranks) says more.
@@ -917,9 +925,9 @@ other commands.
 
 A cell has the mean over the seeds, its standard error after "+-", and the smallest and the largest number in
 parentheses. A cell without "+-" has the median of several runs in place of the mean. Two seeds have their range alone.
-A number that is the same in all runs stands alone. The commands are those of seed 1. Runs of a row may be of
-several commits. If the code differs between them, the run with seed 1 was made again with the newest code, and had the
-same numbers.
+A number that is the same in all runs stands alone. The commands are those of seed 1. The runs of a row may come from
+several commits. If the code differs between them, the run with seed 1 was made again with the newest code, and gave the
+same numbers. Runs of TRL are not reproducible, so for them only the evaluations before training were compared.
 """
 
 
@@ -929,17 +937,16 @@ def described(row: Row, number: str) -> tuple[str, float, int | str]:
     return row.texts.get(number, text), factor, form
 
 
-def compared(row: Row, variant: str, lines: dict[str, dict[int, dict]]) -> tuple[str, str] | None:
-    """What the row compares with another variant, seed by seed, and the cell of this variant."""
-    other, number, kind = row.against
-    text, factor, form = described(row, number)
-    seeds = [seed for seed in lines[variant] if seed in lines.get(other, {})]
-    pairs = [[lines[which][seed]["numbers"].get(number) for which in (variant, other)] for seed in seeds]
-    values = [a / b if kind == "quotient" else factor * (a - b) for a, b in pairs if None not in (a, b)]
-    if variant == other or not values:
-        return None
-    name = f"{text}: {'divided by' if kind == 'quotient' else 'minus'} that of {other}, of the same seed"
-    return name, summarized(values, "mean", 2 if kind == "quotient" else form)
+def compared(row: Row, variant: str, lines: dict[str, dict[int, dict]]) -> Iterator[tuple[str, str]]:
+    """What the row compares with other variants, seed by seed, and the cells of this variant."""
+    for other, number, kind in row.against:
+        text, factor, form = described(row, number)
+        seeds = [seed for seed in lines[variant] if seed in lines.get(other, {})]
+        pairs = [[lines[which][seed]["numbers"].get(number) for which in (variant, other)] for seed in seeds]
+        values = [a / b if kind == "quotient" else factor * (a - b) for a, b in pairs if None not in (a, b)]
+        if variant != other and values:
+            name = f"{text}: {'divided by' if kind == 'quotient' else 'minus'} that of {other}, of the same seed"
+            yield name, summarized(values, "mean", 2 if kind == "quotient" else form)
 
 
 def section(name: str, lines: list[dict], find) -> str:
@@ -957,11 +964,12 @@ def section(name: str, lines: list[dict], find) -> str:
                 cell = summarized([factor * x for x in values], row.statistic, form)
                 missing = len(runs) - len(values)
                 table.setdefault(text, {})[variant] = cell + f" (not reached: {missing})" * bool(missing)
-        if row.against and (of_pairs := compared(row, variant, of)):
-            table.setdefault(of_pairs[0], {})[variant] = of_pairs[1]
+        for text, cell in compared(row, variant, of):
+            table.setdefault(text, {})[variant] = cell
     if not table:
         return ""
-    count = lambda n: f"{n} {row.unit if n > 1 else row.unit.removesuffix('s')}"
+    unit = row.unit if row.seeds > 1 else row.unit.removesuffix("s")
+    count = lambda n: f"{n} {unit}" if n == row.seeds else f"{n} of {row.seeds} {unit}"
     cells = [["", *table], *([f"{variant}, {count(len(runs))}", *(table[text].get(variant, "") for text in table)]
                              for variant, runs in of.items())]  # fmt: skip
     if len(of) <= 4:  # else a variant is a line of the table
@@ -989,7 +997,9 @@ def table_of(names, lines: list[dict], find) -> str:
     found = [line for job in jobs_of(names) if (line := find(job, lines))]
     machines = sorted({f"{line['processor']}; {line['versions']}" for line in found})
     sections = {name: section(name, lines, find) for name in names}
-    missing = [ROWS[name].claim for name, text in sections.items() if not text]
+    variants = lambda name: {job.variant: None for job in jobs_of([name]) if not find(job, lines)}
+    missing = [ROWS[name].claim + f" ({', '.join(variants(name))})" * bool(text)
+               for name, text in sections.items() if variants(name)]  # fmt: skip
     rest = [f"Not made yet: {'; '.join(missing)}.\n"] if missing else []
     return "\n".join([*filter(None, sections.values()), *rest, *(f"Measured on {machine}." for machine in machines)])
 
