@@ -32,14 +32,15 @@ padded on the right. What belongs to a token is stored at the index of that toke
 
 Dimensions: N counts the samples of a rollout, B the rows of a microbatch or of the decoder, T the
 tokens of the longest row. S is the largest T that is allowed. V is the size of the vocabulary, H
-the number of query heads, Hkv that of key heads, G = H / Hkv, and D the size of a head. In a
-microbatch without padding n counts the tokens, and m those that were sampled. A minibatch is the
-data of an optimizer step. A microbatch (`mb`) is the data of a forward and backward pass.
+the number of query heads, Hkv that of key heads, G = H / Hkv, and D the size of a head. The models
+get a microbatch without its padding: n counts its tokens, and m its sampled tokens. A minibatch is
+the data of an optimizer step. A microbatch (`mb`) is the data of a forward and backward pass.
 
-Ranks are the processes that torchrun starts. All of them hold the same experience. Each plays its
-share of the episodes and trains on its share of every minibatch. The loss of a rank is the sum over
-its share divided by the number of sampled tokens of the whole minibatch. Gradients are summed over
-the ranks, so up to rounding they equal those of a single process.
+Ranks are the processes that torchrun starts. RANK is the number of this process, and WORLD_SIZE the
+number of all (section 10). All ranks hold the same experience. Each plays its share of the episodes
+and trains on its share of every minibatch. The loss of a rank is the sum over its share divided by
+the number of sampled tokens of the whole minibatch. Gradients are summed over the ranks, so up to
+rounding they equal those of a single process.
 
 `# FORK:` marks the places to edit if you want to change the algorithm.
 """
@@ -204,8 +205,8 @@ class Args:
     critic_lambda: float = 1.0  # lambda of the returns that the critic learns
     clip_low: float = 0.2  # the ratio is clipped to at least 1 - clip_low
     clip_high: float = 0.2  # the ratio is clipped to at most 1 + clip_high
-    # upper bound of a token's loss where its advantage A is negative, in units of |A|; 3 is
-    # customary; default: no bound
+    # where a token's advantage A is negative, its loss is at most dual_clip * |A|; 3 is customary;
+    # default: no bound
     dual_clip: float | None = None
     # new values are clipped to within this distance of the old values, in units of reward;
     # default: no clipping
@@ -215,9 +216,9 @@ class Args:
     # token, without a step on that minibatch; default: no limit
     target_kl: float | None = None
     kl_coef: float = 0.01  # coefficient of KL(actor || reference); 0: there is no reference
-    # puts the KL into the loss, with this estimator; there kl_coef is relative to whitened
-    # advantages; default: the KL is in the rewards, which are reduced by kl_coef times
-    # log(pi / pi_ref), the estimator k1; there kl_coef is relative to rewards
+    # with k2 or k3, this estimator of the KL is a term of the actor's loss, and kl_coef is relative
+    # to whitened advantages; by default the KL is in the rewards: kl_coef * log(pi / pi_ref), the
+    # estimator k1, is subtracted from them, and kl_coef is relative to rewards
     kl_loss: Literal["k2", "k3"] | None = None
     # amount subtracted from a sample's reward if it ended at --max-new-tokens, or because the
     # environment's reply did not fit; the sample is trained on all the same
@@ -252,8 +253,8 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere.
 
-    The 1e-8 below makes the standard deviation of the result visibly less than 1 if that of x is
-    less than 1e-3.
+    If the standard deviation of x is below 1e-3, that of the result is visibly below 1, because
+    1e-8 is added to the variance.
     """
     centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
     variance = centered.square().sum() / (mask.sum() - 1).clamp(min=1)
@@ -263,10 +264,10 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Estimates of KL(pi || pi_ref) from sampled tokens: http://joschu.net/blog/kl-approx.html.
 
-    In the reward, k1 reaches the advantages, which sum later rewards: a token pays for its own KL
-    and for that of all later tokens. In the loss, a token pays for its own KL alone. There k1 is
-    useless, because its expected gradient over samples of pi is 0. The expected gradient of k2 is
-    that of KL(pi || pi_ref). The expected gradient of k3 is that of the other direction,
+    In the reward, k1 is part of the returns, so a token pays for its own KL and for that of all
+    later tokens. In the loss, a token pays for its own KL alone. In the loss k1 is useless, because
+    its expected gradient over samples of pi is 0. The expected gradient of k2 is that of
+    KL(pi || pi_ref). The expected gradient of k3 is that of the other direction,
     KL(pi_ref || pi). The samples are of pi_old, so the loop weights a KL in the loss by
     pi / pi_old.
     """
@@ -314,8 +315,9 @@ def policy_loss(
 
     A token's loss is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) with r = pi / pi_old.
     With recomputed old log-probs the ratios of an iteration's first minibatch are exactly 1, as
-    `make_experience` explains. "clipfrac" counts tokens outside the clip range, whichever term is
-    the smaller one.
+    `make_experience` explains. "clipfrac" is the share of tokens whose ratio is outside the clip
+    range. It also counts tokens that still have a gradient.
+
     Loss and statistics are sums over the mask divided by `denom`, the number of sampled tokens in
     the whole minibatch, so the results of its microbatches add up. dual_clip is that of
     https://arxiv.org/abs/1912.09729, eq. 5.
@@ -505,8 +507,8 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         # FORK: memory across iterations. Add fields to `TrainState`, which is saved as JSON.
         # FORK: a reference that is renewed. Call copy_weights(actor, reference) every so often.
         clock.end("hand_over")
-        # A selection has other microbatches than those that were scored. They round differently, so
-        # the first ratio of a selection is only nearly 1.
+        # A selection is trained on in other microbatches than those in which it was scored. They
+        # round differently, so its first ratio is 1 only up to rounding.
         same_microbatches = trained is experience
         metrics = iteration_metrics(
             episodes, experience, actor_step_stats, critic_step_stats, evaluation, clock
@@ -518,6 +520,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
             check_first_minibatch(metrics, experience, actor_step_stats, critic_step_stats, state)
         # FORK: other numbers to log. Write them as in metrics["mine/number"] = float(...).
         run.log(metrics, episodes, experience)
+        # This comes last, because the order of the minibatches is a function of state.iteration.
         state.iteration += 1
         state.prompts += args.rollout_batch_size
         stop.agree()  # All ranks learn whether one has received a signal.
@@ -674,8 +677,8 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
 
     # --- Log-probs. Actor, reference and critic score the samples in the microbatches of the first
     # epoch. The last bits of a result depend on what else is in its batch. With the same batches,
-    # the first ratio is exactly 1, in every precision. This does not say that the samples are
-    # exactly the actor's: debug/sampler_trainer_logprob_diff shows how far the sampler rounds.
+    # the first ratio is exactly 1, in every precision. A first ratio of 1 does not show that
+    # sampler and actor agree. debug/sampler_trainer_logprob_diff shows how far they differ.
     first_epoch = minibatch_rows(experience, 0, state, args)
     experience.old_logprobs = experience.sampler_logprobs  # those of the actor, up to rounding
     if args.recompute_old_logprobs:
@@ -687,10 +690,11 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     # --- Rewards. `experience.rewards` is logged, without the KL. The advantages use `rewards`.
     # FORK: reward shaping. Evaluations do not use it. Every rank must compute the same numbers for
     # all samples. The samples of one prompt are adjacent. Skip rows whose mask is empty: they have
-    # no reward. Put a sample's reward on its last token: on every token it would favour long
-    # responses. To test whether two samples have the same reward, compare their sums over tokens
-    # with a tolerance, because rounding depends on the order of a sum. To leave the logged reward
-    # as it is, change `rewards` below and not `experience.rewards`.
+    # no reward. Put a sample's reward on its last token. If it were on every token, it would in
+    # effect be multiplied by the length of the response. To test whether two samples have the same
+    # reward, compare their sums over tokens with a tolerance, because rounding depends on the order
+    # of a sum. To leave the logged reward as it is, change `rewards` below and not
+    # `experience.rewards`.
     for i, episode in enumerate(episodes):
         if episode.stop == "length":
             experience.rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
@@ -699,7 +703,8 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
         kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, "k1")
         kl_penalty = args.kl_coef * kl
     rewards = experience.rewards - kl_penalty
-    # Whitening sums squared advantages. Without a critic their sum is at most this large.
+    # masked_whiten sums the squares of the advantages. Without a critic, the number below is an
+    # upper bound of that sum. If it is finite, the sum is finite.
     if not (rewards.square().sum() * mask.shape[1] ** 2).isfinite():
         raise UserError("a reward, or its penalty for the KL, is not finite, or is too large")
 
@@ -712,8 +717,8 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     _, returns = compute_gae(rewards, experience.values, mask, args.gamma, args.critic_lambda)
     experience.returns = returns
     experience.advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
-    # Equal advantages become 0. Whitening would amplify the rounding error of their mean, which is
-    # proportional to their size.
+    # If all advantages are equal, they become 0. Their mean has a rounding error that is
+    # proportional to their size, and whitening would amplify this error.
     if experience.advantage_std < 1e-6 * max(1.0, float(advantages.abs().max())):
         advantages = torch.zeros_like(advantages)
     experience.advantages = masked_whiten(advantages, mask)

@@ -113,7 +113,7 @@ class Bench:
     def trl_tokenizer(self):
         """With a pad token that occurs nowhere else: TRL masks it, EOS and turns of a chat included."""
         tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder, padding_side="left")
-        used = {tokenizer.eos_token_id}.union(*self.ids)
+        used = {None, tokenizer.eos_token_id}.union(*self.ids)  # None: the tokenizer may have no pad token
         free = [i for i in (tokenizer.pad_token_id, *tokenizer.all_special_ids) if i not in used]
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(free[0])
         return tokenizer
