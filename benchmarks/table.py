@@ -997,9 +997,11 @@ def table_of(names, lines: list[dict], find) -> str:
     found = [line for job in jobs_of(names) if (line := find(job, lines))]
     machines = sorted({f"{line['processor']}; {line['versions']}" for line in found})
     sections = {name: section(name, lines, find) for name in names}
-    variants = lambda name: {job.variant: None for job in jobs_of([name]) if not find(job, lines)}
-    missing = [ROWS[name].claim + f" ({', '.join(variants(name))})" * bool(text)
-               for name, text in sections.items() if variants(name)]  # fmt: skip
+    missing = []
+    for name, text in sections.items():
+        without = dict.fromkeys(job.variant for job in jobs_of([name]) if not find(job, lines))
+        if without:  # the variants that lack runs are named only if others have some
+            missing.append(ROWS[name].claim + (f" ({', '.join(without)})" if text else ""))
     rest = [f"Not made yet: {'; '.join(missing)}.\n"] if missing else []
     return "\n".join([*filter(None, sections.values()), *rest, *(f"Measured on {machine}." for machine in machines)])
 
