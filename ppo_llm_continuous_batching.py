@@ -36,11 +36,11 @@ the number of query heads, Hkv that of key heads, G = H / Hkv, and D the size of
 get a microbatch without its padding: n counts its tokens, and m its sampled tokens. A minibatch is
 the data of an optimizer step. A microbatch (`mb`) is the data of a forward and backward pass.
 
-Ranks are the processes that torchrun starts. RANK is the number of this process, and WORLD_SIZE the
-number of all (section 10). All ranks hold the same experience. Each plays its share of the episodes
-and trains on its share of every minibatch. The loss of a rank is the sum over its share divided by
-the number of sampled tokens of the whole minibatch. Gradients are summed over the ranks, so up to
-rounding they equal those of a single process.
+Ranks are the processes that torchrun starts. RANK is the index of this process, from 0, and
+WORLD_SIZE the number of processes (section 10). All ranks hold the same experience. Each plays its
+share of the episodes and trains on its share of every minibatch. The loss of a rank is the sum over
+its share divided by the number of sampled tokens of the whole minibatch. Gradients are summed over
+the ranks, so up to rounding they equal those of a single process.
 
 `# FORK:` marks the places to edit if you want to change the algorithm.
 """
@@ -507,7 +507,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         # FORK: memory across iterations. Add fields to `TrainState`, which is saved as JSON.
         # FORK: a reference that is renewed. Call copy_weights(actor, reference) every so often.
         clock.end("hand_over")
-        # A selection is trained on in other microbatches than those in which it was scored. They
+        # The microbatches of a selection differ from those in which its samples were scored. They
         # round differently, so its first ratio is 1 only up to rounding.
         same_microbatches = trained is experience
         metrics = iteration_metrics(
@@ -520,7 +520,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
             check_first_minibatch(metrics, experience, actor_step_stats, critic_step_stats, state)
         # FORK: other numbers to log. Write them as in metrics["mine/number"] = float(...).
         run.log(metrics, episodes, experience)
-        # This comes last, because the order of the minibatches is a function of state.iteration.
+        # state.iteration changes only here, because the order of the minibatches depends on it.
         state.iteration += 1
         state.prompts += args.rollout_batch_size
         stop.agree()  # All ranks learn whether one has received a signal.

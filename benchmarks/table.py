@@ -312,15 +312,16 @@ NOTES = {  # what a reader of a row needs to know
     """,
     "pages": """
         Earlier commits made the runs of [the course](../docs/course.md), [the exercises](../docs/exercises.md) and [the
-        projects](../docs/projects.md). Here the runs with seed 1 are made again. The rows count the numbers and texts
-        in the data file of the page.
+        projects](../docs/projects.md). Here the runs with seed 1 are made again. The row "numbers" counts the numbers
+        and texts in the data file of the page.
     """,
     "faults": """
         The list is run in six parts, so that the run can be interrupted. [Planted
         faults](../docs/verification.md#planted-faults) says what this shows, and what it does not.
     """,
     "ranks": """
-        [The same numbers](ranks_and_scale.md#the-same-numbers-on-any-number-of-ranks) says more.
+        The table has the runs in which all ranks hold all models, without activation checkpointing. The commands make
+        further runs. [The same numbers](ranks_and_scale.md#the-same-numbers-on-any-number-of-ranks) says more.
     """,
     "any model time": """
         [What it costs](../docs/other_models.md#what-it-costs) says more.
@@ -938,7 +939,7 @@ def described(row: Row, number: str) -> tuple[str, float, int | str]:
 
 
 def compared(row: Row, variant: str, lines: dict[str, dict[int, dict]]) -> Iterator[tuple[str, str]]:
-    """What the row compares with other variants, seed by seed, and the cells of this variant."""
+    """Pairs (name, cell): each comparison of this variant with another one, seed by seed."""
     for other, number, kind in row.against:
         text, factor, form = described(row, number)
         seeds = [seed for seed in lines[variant] if seed in lines.get(other, {})]

@@ -217,7 +217,7 @@ def test_group_normalised_leaves_samples_without_a_reward_out_of_their_group(tmp
 
 @pytest.mark.parametrize("reward", [0.6, 1000.1])
 def test_group_normalised_learns_nothing_from_equal_rewards(tmp_path, reward):
-    """The mean of eight times 0.6 differs from 0.6 by rounding, that of eight ones does not differ from 1."""
+    """The mean of eight equal rewards may differ from them by rounding: by 6e-8 for 0.6, by 6e-5 for 1000.1."""
     first = ppo_llm.first_training_seed(ppo_llm.Args(), ppo_llm.SortDigits())
     kwargs = json.dumps(dict(reward=reward, first=first + 4))  # the first four get 1
     flags = dict(env_id="environments:Constant-v0", env_kwargs=kwargs, kl_coef=0.0)
@@ -242,7 +242,7 @@ def test_best_and_worst_passes_over_samples_without_a_reward(tmp_path, flags):
         from_episodes = ppo.Experience.from_episodes
 
         def without_rewards(episodes):
-            for episode in [*episodes[::5], *episodes[29:32]]:  # of the last prompt three
+            for episode in [*episodes[::5], *episodes[29:32]]:  # three of the four samples of the last prompt
                 episode.mask = [False] * len(episode.mask)
                 episode.rewards[-1] += 9.0  # of an earlier turn, or of a reward model
             return from_episodes(episodes)
