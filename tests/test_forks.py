@@ -109,6 +109,16 @@ def test_the_guide_lists_the_patches_their_sizes_and_the_scripts_they_apply_to(t
         assert apply([name], tmp_path, "ppo_llm_continuous_batching") == (both == "yes"), name
 
 
+def test_the_script_that_a_patch_was_made_from_is_in_the_history():
+    """`git apply --3way` needs it, with which the guide merges two patches."""
+    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    if git("rev-parse", "--is-shallow-repository").stdout != "false\n":
+        pytest.skip("needs a clone with its whole history")
+    for name in PATCHES:
+        made_from, = re.findall(r"^index (\w+)\.\.", (FOLDER / f"{name}.patch").read_text(), re.M)  # fmt: skip
+        assert git("log", "-1", f"--find-object={made_from}", "--", "ppo_llm.py").stdout, name
+
+
 @pytest.mark.slow
 def test_pairs_apply_and_compile_but_for_those_of_the_guide(tmp_path):
     for pair in itertools.permutations(PATCHES, 2):
