@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from conftest import ROOT
 from distributed_worker import run_on_ranks
+from test_transformers import hf_folder
 from transformers import AutoModelForCausalLM
 
 import ppo_llm
@@ -350,6 +351,66 @@ def test_lora_trains_adapters_alone_and_exports_them_merged(tmp_path):
     _, resumed, _ = run("lora", tmp_path, resume="auto", **flags)
     without_clock = lambda row: {name: x for name, x in row.items() if not name.startswith("time/")}
     assert list(map(without_clock, resumed)) == list(map(without_clock, rows))
+
+
+def test_joint_loss_does_not_make_up_an_output_head_that_a_checkpoint_lacks(tmp_path):
+    """Its value head may be missing in the files."""
+    model = hf_folder(tmp_path / "in", "mistral")
+    weights = safetensors.torch.load_file(model / "model.safetensors")
+    assert "score.weight" not in weights
+    del weights["lm_head.weight"]
+    safetensors.torch.save_file(weights, model / "model.safetensors")
+    with pytest.raises(Exception, match=r"the files lack lm_head\.weight$"):
+        train(patched_script("joint_loss", tmp_path), model=str(model), max_prompt_tokens=64)
+
+
+def guide_code(title):
+    """The code in an item of the guide's short changes."""
+    item = re.search(rf"^- \*\*{title}.*?(?=^- )", GUIDE, re.M | re.S)[0]
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", item)]
+
+
+def test_dapo_leaves_out_equal_groups_and_samples_that_were_cut_off(tmp_path):
+    """The two edits of the guide, with group_normalised.patch."""
+    choice = guide_code("Leave out prompts")[:5]
+    mask, kept, _, whitened, of_rows, *_ = guide_code("Overlong filter")
+    mask = re.sub(r"\[e\.stop.*?\]", of_rows, mask)
+    kept = kept.replace("advantages=masked_whiten(trained.advantages, mask)", "").replace(", )", ")")
+    assert whitened == "advantages=..." and of_rows in mask and "whiten" not in kept
+    script = patched_script("group_normalised", tmp_path)
+    text, spaces = script.read_text(), " " * 8
+    for old, new in [
+        ("trained = experience  # or experience.select(rows)", f"\n{spaces}".join(choice)),
+        ("# --- Actor epochs. ", f"{mask}\n{spaces}{kept}\n{spaces}# --- Actor epochs. "),
+        ("in range(epochs):\n            for n_tokens, minibatch in minibatches(trained",
+         "in range(epochs):\n            for n_tokens, minibatch in minibatches(kept"),
+        ("actor, trained, actor_step_stats", "actor, kept, actor_step_stats"),
+    ]:  # fmt: skip
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script.write_text(text)
+    cut = torch.arange(32) % 3 == 0  # samples, four of each prompt
+    cut[8:12] = False
+
+    def some_cut_off_some_without_a_reward(ppo):
+        play = ppo.play
+
+        def played(*args):
+            episodes = play(*args)
+            for k, episode in enumerate(episodes):
+                episode.stop = "length" if cut[k] else "terminated"
+                episode.rewards[-1] = float(k >= 8 and k % 4 == 1)  # the same for the first two prompts
+                episode.mask = [x and k != 9 for x in episode.mask]  # so that no reward is left in the third one
+            return episodes
+
+        ppo.play = played
+
+    ppo = train(script, some_cut_off_some_without_a_reward, n_samples_per_prompt=4, kl_coef=0.0)
+    e, (kept, *_) = experiences(ppo)[0], ppo.calls["minibatches"][0][0]
+    rows = slice(12, None)
+    assert torch.equal(kept.tokens, e.tokens[rows]) and torch.equal(kept.advantages, e.advantages[rows])
+    assert torch.equal(kept.mask, e.mask[rows] & ~cut[rows, None]) and kept.mask.any() and not kept.mask.all()
+    assert all(e.advantages[rows].view(5, -1).any(1))
 
 
 NAIVE = {  # changes that look right: (text of the script, what replaces it, the error that they end with)

@@ -11,8 +11,10 @@ import types
 import pytest
 import torch
 from conftest import ROOT
+from distributed_worker import run_on_ranks
 from test_distributed import ONE, RUN, finish, flags_of, launch, same_run, saw, start  # noqa: F401
 from test_forks import patched_script
+from test_reward_model import classifier
 from test_train import assert_same_metrics, lines
 
 import ppo_llm
@@ -111,6 +113,24 @@ def test_samplers_without_an_actor_get_the_buffers_of_other_families(patched, la
     alone = launch(patched("any_model"), 1, ("run", CRITIC, None)) / "run"
     folder = launch(patched("any_model,critic_ranks"), 2, ("run", CRITIC | dict(critic_ranks=1), None))
     assert_same_metrics(lines(folder / "run"), lines(alone), 1e-5)
+
+
+ROUNDED = """
+def add_scores(episodes, reward_model, args, original=add_scores, forward=forward_all):
+    global forward_all
+    forward_all = lambda *args: forward(*args) + 1e-3 * RANK
+    original(episodes, reward_model, args)
+    forward_all = forward
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_actor_and_critic_have_the_same_scores_of_a_reward_model(tmp_path):
+    """Teams of different sizes round differently. Here their scores differ by more than rounding."""
+    script = patched_script("critic_ranks", tmp_path)
+    script.write_text(script.read_text() + ROUNDED)
+    flags = CRITIC | dict(critic_ranks=1, num_iterations=1, reward_model=classifier(tmp_path / "classifier"))
+    run_on_ranks(types.SimpleNamespace(__file__=script), tmp_path, 2, ("run", flags, None))  # raises if they differ
 
 
 @pytest.mark.slow
