@@ -542,7 +542,10 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
 
 
 def linear_schedule(first: float, end_fraction: float, progress: float) -> float:
-    """The value at `progress`: `first` at 0, falling linearly to `first * end_fraction` at 1."""
+    """The value at `progress`: `first` at 0, falling linearly to `first * end_fraction` at 1.
+
+    Beyond 1 it stays there.
+    """
     return first * (1 - (1 - end_fraction) * min(1.0, progress))
 
 
