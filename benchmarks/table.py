@@ -228,7 +228,9 @@ ROWS = {
         {"KL weight 0.05": Run(make="preferences", minutes=75,
                                typed="python benchmarks/preferences.py ppo smollm2 300 0.05 SEED")},
         ("learned_first", "learned_end", "true_first", "true_end", "kl_end", "explained", "on_topic_before",
-         "on_topic", "agreement"), seeds=3, extra=True, files=("benchmarks/preferences.py",)),
+         "on_topic", "agreement"), seeds=3, extra=True, files=("benchmarks/preferences.py",),
+        texts={"kl_end": "KL, last four iterations, nats per response",
+               "explained": "explained variance, mean of the middle half of the iterations"}),
 }  # fmt: skip
 NUMBERS = {  # name: (what the table calls it, factor, digits after the point or a format)
     "before": ("right before training, sampled, %", 100, 1), "after": ("right after training, sampled, %", 100, 1),
