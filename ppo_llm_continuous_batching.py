@@ -74,7 +74,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 # This variable is set before torch is imported, which reads it. GPU memory then fragments less.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -425,7 +425,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
 
         # --- Old log-probs, values, rewards, advantages: computed once, constant from here on.
         if reward_model:
-            add_scores(episodes, reward_model, args)  # to the reward of each last token
+            set_scores(episodes, reward_model, args)
         experience = make_experience(episodes, actor, critic, reference, state, args)
         # FORK: choice of samples. All of `experience` is logged. Advantages are already whitened.
         trained = experience  # or experience.select(rows)
@@ -579,9 +579,7 @@ class Experience:
     tokens: Tensor
     mask: Tensor  # bool: True at the tokens that are trained on
     sampler_logprobs: Tensor
-    # of environment and reward model, without the KL; make_experience subtracts the penalty of
-    # --truncation-penalty
-    rewards: Tensor
+    rewards: Tensor  # of the environment; make_experience adds all others but the KL
     # `make_experience` fills in the rest.
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None  # NaN if there is no reference
@@ -616,12 +614,18 @@ class Experience:
         `rows` may be empty. FSDP needs the forward and backward pass of every rank. A rank without
         samples therefore gets one token of a prompt, which is not in the mask: its loss is 0.
         """
-        lengths = self.lengths[rows]
+        forwarded, lengths = rows, self.lengths[rows]
         if len(rows) == 0:
-            rows, lengths = torch.tensor([0]), torch.tensor([1])
-        selected = self.select(rows, int(lengths.max()))
+            forwarded, lengths = torch.tensor([0]), torch.tensor([1])
+        selected = self.select(forwarded, int(lengths.max()))
         packing = Packing.from_lengths(lengths, selected.mask, device)
-        return Microbatch(packing=packing, **vars(selected.apply(lambda x: upload(x, device))))
+        fields = vars(selected.apply(lambda x: upload(x, device)))
+        return Microbatch(packing=packing, rows=upload(rows, device), **fields)
+
+    def microbatches(self, rows: Tensor, args) -> Iterator[Microbatch]:
+        """This rank's share of the samples `rows` [n], in microbatches."""
+        for share in microbatch_rows(rows, self.lengths, args.micro_batch_tokens):
+            yield self.microbatch(share, args.device)
 
 
 @dataclass(kw_only=True)
@@ -629,6 +633,7 @@ class Microbatch(Experience):
     """B samples of an experience, on the device, for one forward and backward pass."""
 
     packing: Packing  # where the real tokens of [B, T] are, so that the models skip padding
+    rows: Tensor  # [B] which samples of the experience these are; empty if the rank has none
 
 
 # The updates call two methods of the models, with a microbatch [B, T]. If they computed padding as
@@ -646,31 +651,27 @@ class Microbatch(Experience):
 
 
 @torch.no_grad()
-def forward_all(function: Callable, experience: Experience, minibatches, args) -> Tensor:
+def forward_all(function: Callable, experience: Experience, groups, args) -> Tensor:
     """Apply `function` to all samples, microbatch by microbatch, and return [N, T].
 
-    Each rank computes its share. `minibatches` is a list of index tensors, one for each minibatch.
-    The rows of samples that are in none of them are 0.
+    Each rank computes its share. `groups` is a list of index tensors. A microbatch has samples of
+    one group. The rows of samples that are in no group are 0.
     """
     out = torch.zeros(experience.tokens.shape, device=args.device)
-    for samples in minibatches:
-        for rows in microbatches(samples, experience.lengths, args.micro_batch_tokens):
+    for group in groups:
+        for mb in experience.microbatches(group, args):
             # Compiled models score with gradients on. With gradients off, torch.compile builds
             # another graph, which rounds differently: in bfloat16 the first ratio would not be 1.
             with torch.set_grad_enabled(args.compile == "on"):
-                result = function(experience.microbatch(rows, args.device))
-            result = result[: len(rows)].detach().float()  # This is empty if the rank has no rows.
-            out[upload(rows, args.device), : result.shape[1]] = result
+                result = function(mb)[: len(mb.rows)]  # This is empty if the rank has no rows.
+            out[mb.rows, : result.shape[1]] = result.detach()
     return all_reduce(out).cpu()  # A row was computed by one rank and is 0 on the others.
 
 
-def logprobs_of_all(model: Transformer, experience: Experience, minibatches, args) -> Tensor:
+def logprobs_of_all(model: Transformer, experience: Experience, groups, args) -> Tensor:
     """Log-probs [N, T] of all samples, by the forward pass of the updates."""
-
-    def logprobs(mb: Microbatch) -> Tensor:
-        return model.sampled_logprobs(mb, args.temperature)[0]
-
-    return forward_all(logprobs, experience, minibatches, args)
+    logprobs = lambda mb: model.sampled_logprobs(mb, args.temperature)[0]
+    return forward_all(logprobs, experience, groups, args)
 
 
 def make_experience(episodes, actor, critic, reference, state, args) -> Experience:
@@ -690,7 +691,9 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     if reference:
         experience.ref_logprobs = logprobs_of_all(reference, experience, first_epoch, args)
 
-    # --- Rewards. `experience.rewards` is logged, without the KL. The advantages use `rewards`.
+    # --- Rewards. The environment's are on tokens of the responses. The reward model's score, and
+    # the penalty for a response that was cut off, are added to the last token of the sample. This
+    # is `experience.rewards`, which is logged. The advantages use `rewards`, less the KL.
     # FORK: reward shaping. Evaluations do not use it. Every rank must compute the same numbers for
     # all samples. The samples of one prompt are adjacent. Skip rows whose mask is empty: they have
     # no reward. Put a sample's reward on its last token. If it were on every token, it would in
@@ -698,9 +701,10 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     # reward, compare their sums over tokens with a tolerance, because rounding depends on the order
     # of a sum. To leave the logged reward as it is, change `rewards` below and not
     # `experience.rewards`.
-    for i, episode in enumerate(episodes):
-        if episode.stop == "length":
-            experience.rewards[i, len(episode.ids) - 1] -= args.truncation_penalty
+    last = torch.arange(len(episodes)), experience.lengths - 1  # index of each sample's last token
+    experience.rewards[last] += torch.tensor([episode.score for episode in episodes])
+    was_cut = torch.tensor([episode.stop == "length" for episode in episodes])
+    experience.rewards[last] -= args.truncation_penalty * was_cut
     kl_penalty = 0.0
     if args.kl_coef and not args.kl_loss:
         kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, "k1")
@@ -748,8 +752,7 @@ def minibatches(experience: Experience, epoch: int, state, args):
     `microbatches` are those of this rank.
     """
     for rows in progress_bar(minibatch_rows(experience, epoch, state, args), "minibatches"):
-        shares = microbatches(rows, experience.lengths, args.micro_batch_tokens)
-        parts = [experience.microbatch(share, args.device) for share in shares]
+        parts = list(experience.microbatches(rows, args))
         yield int(experience.mask[rows].sum()), parts
 
 
@@ -771,7 +774,7 @@ class Episode:
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # True for sampled tokens
     logprobs: list[float] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # of the environment
     conversation: list[dict] = field(default_factory=list)  # messages, with role and content
     prompt_length: int = 0  # number of tokens of the prompt
     prompt_messages: int = 0  # number of messages of the prompt
@@ -782,7 +785,7 @@ class Episode:
     stop: str = ""
     # info["success"] of the last step; without it, whether the environment's rewards sum to > 0
     success: bool = False
-    score: float = 0.0  # the reward model's score, which add_scores also adds to the rewards
+    score: float = 0.0  # of the reward model; `rewards` do not contain it
     metrics: dict = field(default_factory=dict)  # newest value of each name in info["metrics"]
 
     def add(self, ids: list[int], logprobs: list[float] | None = None):
@@ -931,13 +934,11 @@ def play_row(env: gym.Env, episodes: Iterator[Episode], tokenizer: HFTokenizer, 
     `next` again. Yields None at the end. Each call of `next` runs on a thread.
     """
     for episode in episodes:
-        episode.begin(env, tokenizer, args)
-        seed, messages = episode.env_seed, episode.conversation[-1:]
-        with attempt(f"play the episode with seed {seed}: {messages!r:.200}", CodeError):
-            while not episode.stop:
-                start = len(episode.ids)
-                yield episode
-                episode.end_turn(env, start, tokenizer, args)
+        play_turn(Episode.begin, episode, env, tokenizer, args)
+        while not episode.stop:
+            start = len(episode.ids)
+            yield episode
+            play_turn(Episode.end_turn, episode, env, start, tokenizer, args)
     yield None
 
 
@@ -999,9 +1000,7 @@ def play(decoder, tokenizer, envs, seeds, iteration, args) -> list[Episode]:
     first = len(seeds) * RANK // WORLD_SIZE
     end = len(seeds) * (RANK + 1) // WORLD_SIZE
     mine = rollout(decoder, tokenizer, envs, seeds[first:end], range(first, end), iteration, args)
-    of_ranks = [None] * WORLD_SIZE
-    dist.all_gather_object(of_ranks, mine)
-    return [episode for part in of_ranks for episode in part]
+    return [episode for part in of_all_ranks(mine) for episode in part]
 
 
 # ################################# Part II: what PPO stands on #################################
@@ -1346,9 +1345,9 @@ class Transformer(nn.Module):
         """The head's values, [..., hidden] -> [...].
 
         They are float32, because bfloat16 would round values too coarsely. `shard` keeps the weight
-        of the head in float32. clone: as in `Packing.unpack_sampled`.
+        of the head in float32.
         """
-        return self.score(x.float())[..., 0].clone()
+        return self.score(x.float())[..., 0]
 
 
 class KVCache:
@@ -1495,7 +1494,8 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
     # `logits` is the number of logits in a chunk.
     logits = 2**22 if not hidden.is_cuda else 2**27 if compile == "on" else 2**26
     rows = max(1, logits // len(weight))
-    rows -= len(hidden) % rows == 1  # A last chunk of one row would be compiled separately.
+    if len(hidden) % rows == 1:  # A last chunk of one row would be compiled separately.
+        rows -= 1
     return ChunkedLogprobs.apply(hidden, weight, targets, temperature, rows, compile)
 
 
@@ -1669,10 +1669,11 @@ class HFTokenizer:
         boundary as well, `text` is encoded alone.
         """
         encode = functools.partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
-        before, whole = encode(context).ids if context else [], encode(context + text).ids
-        if whole[: len(before)] == before:
-            return whole[len(before) :]
-        return self.encode(text, context="\n" if context != "\n" else "")
+        for before in (context, "\n", ""):
+            start, whole = encode(before).ids if before else [], encode(before + text).ids
+            if whole[: len(start)] == start:
+                break
+        return whole[len(start) :]
 
     def encode_prompt(self, prompt: str | list[dict]) -> list[int]:
         """The ids of a prompt. The chat template, or without one the tokenizer, adds BOS."""
@@ -1872,23 +1873,21 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
         # Transformers 4 reads these names. Without them it would use its default of rope_theta.
         content["rope_theta"] = rope["rope_theta"]
         content["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-        partial, earlier = (path.with_name(f"{path.name}.{x}") for x in ("partial", "earlier"))
+        partial = path.with_name(f"{path.name}.partial")
         with attempt(f"write {path}"):
             shutil.rmtree(partial, ignore_errors=True)
             tokenizer.hf.save_pretrained(partial)
             safetensors.torch.save_file(weights, partial / "model.safetensors", {"format": "pt"})
             write_json(partial / "config.json", content)
             file = partial / "tokenizer_config.json"
-            content = read_json(file)
+            of_tokenizer = read_json(file)
             # Transformers 4 knows these names alone.
-            content["additional_special_tokens"] = content.pop("extra_special_tokens", [])
-            content["tokenizer_class"] = "PreTrainedTokenizerFast"
-            write_json(file, content)
-            if path.exists():  # An earlier export stays until this one is complete.
-                shutil.rmtree(earlier, ignore_errors=True)
-                path.rename(earlier)
+            names = of_tokenizer.pop("extra_special_tokens", [])
+            of_tokenizer["additional_special_tokens"] = names
+            of_tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
+            write_json(file, of_tokenizer)
+            shutil.rmtree(path, ignore_errors=True)  # an earlier export, now that this is complete
             partial.rename(path)
-            shutil.rmtree(earlier, ignore_errors=True)
             print0(f"saved {path}")
     if dist.is_initialized():
         dist.barrier()
@@ -1998,10 +1997,9 @@ class Prompts(gym.Env):
     def __init__(self, path: str, reward: str | None = None):
         self.rows = load_rows(str(path), self.convert)
         self.num_prompts = len(self.rows)
-        self.reward_function = None  # It takes the place of the method `reward`.
         if reward:
             with attempt(f"import the reward function {reward}", CodeError):
-                self.reward_function = pkgutil.resolve_name(reward)
+                self.reward = pkgutil.resolve_name(reward)  # It takes the place of the method.
 
     @staticmethod
     def convert(row):
@@ -2026,8 +2024,7 @@ class Prompts(gym.Env):
         return self.row["prompt"], self.row
 
     def step(self, response):
-        reward_function = self.reward_function or self.reward
-        reward = reward_function(self.row["prompt"], response, row=self.row)
+        reward = self.reward(self.row["prompt"], response, row=self.row)
         if asyncio.iscoroutine(reward):
             reward = asyncio.run(reward)
         info = {}
@@ -2078,19 +2075,18 @@ ENV_TIMEOUT = 600  # seconds without an answer of any environment, after which a
 
 
 def start_threads(count: int) -> ThreadPool:
+    """A thread for each of `count` environments, but at most 256 threads.
+
+    Most threads wait, for example for the answer of a model that judges.
+    """
+    count = min(count, 256)
     with attempt(f"start {count} threads for environments: see ulimit -u, or --rollout-slots"):
         threads = ThreadPool(count, set_up_thread, (False,))
     atexit.register(threads.terminate)  # A thread that hangs does not keep the process alive.
     return threads
 
 
-@functools.cache
-def env_threads(count: int) -> ThreadPool:
-    """A pool with a thread for each environment, but at most 256 threads.
-
-    Most threads wait, for example for the answer of a model that judges.
-    """
-    return start_threads(min(count, 256))
+env_threads = functools.cache(start_threads)  # All turns of a run share them.
 
 
 def set_up_thread(gradients: bool):
@@ -2156,20 +2152,11 @@ def to_float(x, name: str) -> float:
     return float(x)
 
 
-def in_threads(method: Callable, turns, envs: list[gym.Env]):
-    """Call method(*turn) on threads, for each of `turns`, which are tuples (episode, ...)."""
-
-    def call(turn):
-        episode = turn[0]
-        messages = episode.conversation[-1:]  # Before `reset` there are none.
-        seed = episode.env_seed
-        with attempt(f"play the episode with seed {seed}: {messages!r:.200}", CodeError):
-            method(*turn)
-
-    calls = env_threads(len(envs)).imap_unordered(call, turns)
-    with attempt(f"play a turn, rewards included, in {ENV_TIMEOUT} seconds"):
-        for _ in turns:
-            calls.next(ENV_TIMEOUT)  # This raises the first error at once.
+def play_turn(method: Callable, episode: Episode, *args):
+    """Call a method of the episode. An error of the environment then names seed and message."""
+    messages = episode.conversation[-1:]  # Before `reset` there are none.
+    with attempt(f"play the episode with seed {episode.env_seed}: {messages!r:.200}", CodeError):
+        method(episode, *args)
 
 
 def add_rewards(episode: Episode, reward, info, start, tokenizer):
@@ -2239,7 +2226,7 @@ def make_envs(args, evaluation: bool = False) -> Iterator[list[gym.Env]]:
 def close_envs(envs: list[gym.Env]):
     """Close all environments, side by side. Then raise the first error."""
     if envs:
-        threads = start_threads(min(len(envs), 256))  # The threads of env_threads may hang.
+        threads = start_threads(len(envs))  # The threads of env_threads may hang.
         with attempt("close the environments", CodeError):
             threads.map_async(lambda env: env.close(), envs, chunksize=1).get(ENV_TIMEOUT)
 
@@ -2301,7 +2288,7 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
 
     sampled, greedy = play_at(1.0), play_at(0.0)
     if reward_model:
-        add_scores(sampled, reward_model, args)
+        set_scores(sampled, reward_model, args)
     greedy_accuracy = episode_means(greedy)["accuracy"]
     result = episode_means(sampled) | {"greedy_accuracy": greedy_accuracy}
     numbers = ", ".join(f"{name} {round(x, 4)}" for name, x in result.items())
@@ -2318,7 +2305,7 @@ def episode_means(episodes: list[Episode], prefix="") -> dict:
     scored = [e for e in episodes if e.stop != "unscored"]
     N = max(1, len(scored))
     result = {
-        f"{prefix}reward": sum(sum(e.rewards) for e in scored) / N,
+        f"{prefix}reward": sum(sum(e.rewards) + e.score for e in scored) / N,
         f"{prefix}accuracy": sum(e.success for e in scored) / N,
         f"{prefix}response_tokens": sum(sum(e.mask) for e in scored) / N,
         f"{prefix}truncated": sum(e.stop != "terminated" for e in scored) / N,
@@ -2337,7 +2324,6 @@ def iteration_metrics(
     """All that is logged of an iteration, except for the diagnosis of the ratio."""
     e, mask = experience, experience.mask
     scored = mask.any(1)
-    sampler_gap = (e.sampler_logprobs - e.old_logprobs).abs()
     metrics = episode_means(episodes, "objective/") | {
         # This replaces the reward of episode_means. In addition it contains --truncation-penalty.
         # Neither contains the KL.
@@ -2350,7 +2336,7 @@ def iteration_metrics(
         "critic/first_dev": critic_step_stats[0]["value_dev"] if critic_step_stats else 0.0,
         "time/iteration": sum(clock.phases.values()),
         "perf/peak_memory_bytes": torch.cuda.max_memory_allocated(),
-        "debug/sampler_trainer_logprob_diff": float(masked_mean(sampler_gap, mask)),
+        "debug/sampler_trainer_logprob_diff": sampler_gap(experience),
         "ratio/steps": actor_step_stats,  # a list, for metrics.jsonl alone
     }
     for prefix, numbers in (("eval", evaluation), ("time", clock.phases)):
@@ -2400,8 +2386,13 @@ ADVICE = {  # by the cause of a ratio that stays at 1, or does not begin there
 }
 
 
+def sampler_gap(e: Experience) -> float:
+    """Mean distance of the log-probs of sampler and trainer, in nats."""
+    return float(masked_mean((e.sampler_logprobs - e.old_logprobs).abs(), e.mask))
+
+
 def sampler_tolerance(args) -> float:
-    """Mean distance of the log-probs of sampler and trainer, in nats, that rounding explains.
+    """The sampler_gap that rounding explains.
 
     Seen in float32: up to 6e-6. In bfloat16: up to 0.04 with pretrained models, 0.05 with random
     ones. A log-prob that is shifted by one token is off by 0.9.
@@ -2422,21 +2413,20 @@ def diagnose_ratio(
     """
     measured = steps or [early_stop or {"ratio_dev": 0.0}]
     first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch
-    first_epoch = len(minibatch_rows(experience, 0, state, args))  # number of its minibatches
+    n_first = len(minibatch_rows(experience, 0, state, args))  # minibatches of the first epoch
     # Only the first epoch is judged, because later epochs round differently. If the first epoch is
     # one minibatch, its ratio is 1 in any case, so all epochs are judged.
-    seen = measured[:first_epoch] if first_epoch > 1 else measured
+    judged = measured[:n_first] if n_first > 1 else measured
     taken = [step for step in steps if not step["skipped"]]
     lr = steps[-1]["lr"] if steps else 0.0
     # The change of the weights is measured on the sampler. In bfloat16 small changes vanish there.
     bf16 = args.dtype == "bfloat16"
     tolerance = sampler_tolerance(args)
-    sampler_dev = (experience.sampler_logprobs - experience.old_logprobs).abs()
-    sampler_dev = float(masked_mean(sampler_dev, experience.mask))
-    # This is the mean |ratio - 1| that rounding explains. In bfloat16 the distance of the sampler
-    # is left out: it is so large that it would hide a real move.
-    rounding = max(first_dev, 1e-7, 0.0 if bf16 else min(sampler_dev, tolerance))
-    moved = not all(step["ratio_dev"] <= 2 * rounding for step in seen)  # NaN counts as moved.
+    gap = sampler_gap(experience)
+    # This is the mean |ratio - 1| that rounding explains. In bfloat16 the gap is left out: it is so
+    # large that it would hide a real move.
+    rounding = max(first_dev, 1e-7, 0.0 if bf16 else min(gap, tolerance))
+    moved = not all(step["ratio_dev"] <= 2 * rounding for step in judged)  # NaN counts as moved.
     # The first cause that holds is reported. `None: moved` means that the ratio has moved, so that
     # nothing is wrong. The causes below it explain a ratio that stays at 1.
     causes = {
@@ -2456,7 +2446,7 @@ def diagnose_ratio(
         "lr_or_clip_too_small": relative_update < (1e-4 if bf16 else 1e-6),
         # The sampler has the actor's earlier updates. If the actor's forward pass ignores them, its
         # log-probs differ from the sampler's.
-        "forward_ignores_update": sampler_dev > tolerance,
+        "forward_ignores_update": gap > tolerance,
         # This is what remains. In the first iteration of the actor the sampler has no earlier
         # updates, so that a forward pass that ignores updates would look the same.
         "old_logprob_recomputed": args.recompute_old_logprobs and state.actor_steps > len(steps),
@@ -2553,7 +2543,7 @@ def attempt(task: str, kind: type[UserError] = UserError) -> Iterator[None]:
     """Turn exceptions into a UserError that says which task failed, and how."""
     try:
         yield
-    except (UserError, GeneratorExit, KeyboardInterrupt):
+    except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # A reward function may call sys.exit.
         if isinstance(error, dcp.api.CheckpointException):
@@ -2654,17 +2644,17 @@ def check_flags(args):
 def plan_steps(args) -> types.SimpleNamespace:
     """Minibatches and optimizer steps of an iteration, and the iterations that train the actor."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    minibatches = samples // args.train_batch_size
+    per_epoch = samples // args.train_batch_size
     return types.SimpleNamespace(
-        minibatches=minibatches,
-        update_steps=minibatches * args.ppo_epochs,  # of the actor
-        critic_steps=minibatches * args.critic_epochs,
+        steps_per_epoch=per_epoch,
+        update_steps=per_epoch * args.ppo_epochs,  # of the actor
+        critic_steps=per_epoch * args.critic_epochs,
         actor_iterations=max(0, args.num_iterations - args.critic_warmup_iterations),
     )
 
 
 def print_plan(args, plan, envs: list[gym.Env], eval_envs: list[gym.Env]):
-    batches = f"epochs x {plan.minibatches} minibatches of {args.train_batch_size} samples"
+    batches = f"epochs x {plan.steps_per_epoch} minibatches of {args.train_batch_size} samples"
     kl = f"KL x {args.kl_coef:g} in the {'loss' if args.kl_loss else 'reward'}"
     models = f"actor {args.model or 'built-in, with random weights'}"
     if args.critic_epochs:
@@ -2729,26 +2719,29 @@ def all_reduce(x: Tensor) -> Tensor:
     return x
 
 
+def of_all_ranks(x) -> list:
+    """The x of every rank, an object of Python, in the order of the ranks."""
+    of_ranks = [None] * WORLD_SIZE
+    dist.all_gather_object(of_ranks, x)
+    return of_ranks
+
+
 def check_ranks_agree(prompts: list[int], samples: Experience, state: TrainState):
     """Raise UserError if the ranks differ in seeds, trained tokens, mask, or `state`.
 
     Rewards and advantages are not compared, because rounding may make them differ.
     """
-    if WORLD_SIZE == 1:
-        return
     parts = {
         "the seeds of the prompts": repr(prompts).encode(),
         "the samples that are trained on": samples.tokens.numpy().tobytes()
         + samples.mask.numpy().tobytes(),
         "TrainState": repr(state).encode(),
     }
-    lowest = torch.tensor([zlib.crc32(part) for part in parts.values()])
-    highest = lowest.clone()
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    for name, a, b in zip(parts, lowest, highest):
-        if a != b:
-            raise UserError(f"the ranks differ in {name}: compute it alike on all of them")
+    mine = {name: zlib.crc32(part) for name, part in parts.items()}
+    for other in of_all_ranks(mine):
+        for name in mine:
+            if other[name] != mine[name]:
+                raise UserError(f"the ranks differ in {name}: compute it alike on all of them")
 
 
 def upload(x: Tensor, device: str) -> Tensor:
@@ -2761,8 +2754,8 @@ def padded(rows) -> Tensor:
     return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
-def microbatches(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Tensor]:
-    """This rank's microbatches of the samples `rows` [n]. All ranks have equally many.
+def microbatch_rows(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Tensor]:
+    """Indices of this rank's microbatches of the samples `rows` [n]. All ranks have equally many.
 
     Together the ranks have each sample once. The longest come first, so that attention pads little.
     A microbatch has at most `token_budget` tokens, and with padding at most twice as many. A longer
@@ -2821,7 +2814,7 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
     with torch.device("meta"):
         model = Transformer(config, head, args.activation_checkpointing, args.compile)
     if sampler:
-        for p in model.parameters():
+        for p in model.parameters():  # Buffers stay float32.
             p.data = p.data.to(getattr(torch, args.dtype))
     else:
         if args.compile == "on":
@@ -2923,20 +2916,14 @@ def copy_model(model: Transformer, args, sampler=False) -> Transformer:
     return copied
 
 
-class FrozenModel(NamedTuple):
+def frozen_model(folder: str, head: str, args) -> tuple[Transformer, HFTokenizer]:
     """A model that never changes, so that checkpoints do not contain it, and its tokenizer."""
-
-    model: Transformer
-    tokenizer: HFTokenizer
-
-
-def frozen_model(folder: str, head: str, args) -> FrozenModel:
     tokenizer, model = load_model(folder, head, args)
-    return FrozenModel(model.requires_grad_(False), tokenizer)
+    return model.requires_grad_(False), tokenizer
 
 
-def add_scores(episodes: list[Episode], reward_model: FrozenModel, args):
-    """Add the reward model's score of each conversation to the reward of the last token.
+def set_scores(episodes: list[Episode], reward_model: tuple[Transformer, HFTokenizer], args):
+    """Set Episode.score to the reward model's score of the conversation.
 
     The reward model reads the conversation in its own chat template, with its own tokenizer. The
     score is its output at the last token. The reward model does not see whether a response was cut
@@ -2957,7 +2944,6 @@ def add_scores(episodes: list[Episode], reward_model: FrozenModel, args):
     scores = forward_all(lambda mb: model(mb.tokens), experience, everything, args)  # [N, T]
     for episode, row, length in zip(episodes, scores, experience.lengths, strict=True):
         episode.score = float(row[length - 1])
-        episode.rewards[-1] += episode.score
 
 
 def make_optimizer(model: Transformer) -> torch.optim.AdamW:
@@ -3010,10 +2996,8 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
             episodes.append(episode)
         experience = Experience.from_episodes(episodes)
         n_tokens = int(experience.mask.sum())
-        everything = torch.arange(len(episodes))
         microbatch_stats = []
-        for rows in microbatches(everything, experience.lengths, args.micro_batch_tokens):
-            mb = experience.microbatch(rows, args.device)
+        for mb in experience.microbatches(torch.arange(len(episodes)), args):
             loss = -actor.sampled_logprobs(mb, 1.0)[0].sum() / n_tokens
             loss.backward()
             microbatch_stats.append({"loss": loss})
@@ -3091,9 +3075,7 @@ class StopSignals:
             self.immediate = False
 
     def agree(self):
-        received = torch.tensor(self.received)
-        dist.all_reduce(received, dist.ReduceOp.MAX)
-        self.number = int(received)
+        self.number = max(of_all_ranks(self.received))
 
 
 def earlier_lines(path: Path, iteration: int) -> Iterator[bytes]:
@@ -3114,9 +3096,8 @@ class Run:
         self.started = time.monotonic()
         self.print_once = functools.cache(print0)
         env, now = args.env_id.split(":")[-1], time.strftime("%Y%m%d-%H%M%S-") + os.urandom(2).hex()
-        names = [args.run_name or f"{env}__{Path(__file__).stem}__{args.seed}__{now}"]
-        dist.broadcast_object_list(names)
-        self.path = Path(args.log_dir, names[0])
+        name = args.run_name or f"{env}__{Path(__file__).stem}__{args.seed}__{now}"
+        self.path = Path(args.log_dir, of_all_ranks(name)[0])  # of rank 0, whose clock counts
         if RANK > 0:
             return
         with attempt(f"write {self.path}"):
@@ -3260,15 +3241,14 @@ def files_of_all_ranks(folder: Path) -> list[str]:
     """
     for _ in range(30):
         seen = sorted(file.name for file in folder.glob("*.safetensors"))
-        of_ranks = [None] * WORLD_SIZE
-        dist.all_gather_object(of_ranks, seen)
-        if all(files == of_ranks[0] for files in of_ranks):
-            return of_ranks[0]
+        if all(files == seen for files in of_all_ranks(seen)):
+            return seen
         time.sleep(1)
     raise OSError(f"the ranks see different files in {folder}: do all nodes share this disk?")
 
 
 KEEP_CHECKPOINTS = 2
+FILE_ELEMENTS = 2**26  # of a checkpoint's file, on each rank: 256 MB
 
 
 def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
@@ -3281,9 +3261,15 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
     if RANK == 0:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
+    tensors = checkpoint_tensors(checkpointed)
+    # The writer holds two copies of a file in memory, so a checkpoint has many of them.
+    index_of, elements = {}, 0
+    for name, x in tensors.items():
+        index_of[name] = 1 + elements // (FILE_ELEMENTS * WORLD_SIZE)
+        elements += x.numel()
     with attempt(f"write {path}; earlier ones are intact"):
-        writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
-        dcp.save(checkpoint_tensors(checkpointed), storage_writer=writer)
+        writer = dcp.HuggingFaceStorageWriter(str(partial), index_of, save_distributed=True)
+        dcp.save(tensors, storage_writer=writer)
         files = files_of_all_ranks(partial)
         if RANK == 0:
             content = {"state": vars(state), "args": vars(args), "files": files}
@@ -3321,9 +3307,8 @@ def find_checkpoint(args) -> Path | None:
     """The checkpoint to resume; None for a new run. Rank 0 chooses it for all ranks."""
     if args.resume != "auto":
         return Path(args.resume) if args.resume else None
-    chosen = [newest_checkpoint(Path(args.log_dir, args.run_name)) if RANK == 0 else None]
-    dist.broadcast_object_list(chosen)
-    return chosen[0]
+    chosen = newest_checkpoint(Path(args.log_dir, args.run_name)) if RANK == 0 else None
+    return of_all_ranks(chosen)[0]
 
 
 def load_checkpoint(path: Path, checkpointed: dict, args) -> TrainState:

@@ -121,9 +121,9 @@ def ratio(folder: str) -> None:
         old = ppo_llm.logprobs_of_all(actor, experience, minibatches, args)
         new = torch.zeros_like(old)
         for part in minibatches:
-            for rows in ppo_llm.microbatches(part, experience.lengths, args.micro_batch_tokens):
-                logprobs, _ = actor.sampled_logprobs(experience.microbatch(rows, "cpu"), 1.0)  # with gradients
-                new[rows, : logprobs.shape[1]] = logprobs.detach().float()
+            for mb in experience.microbatches(part, args):
+                logprobs, _ = actor.sampled_logprobs(mb, 1.0)  # with gradients
+                new[mb.rows, : logprobs.shape[1]] = logprobs.detach()
         deviation = ((new - old).exp() - 1).abs()[mask]
         gap = (old - experience.sampler_logprobs).abs()[mask].mean()
         common.line([dtype, len(deviation), f"{deviation.mean():.1e}, {deviation.max():.1e}", f"{gap:.1e}"])
@@ -137,8 +137,7 @@ def gradient(folder: str) -> None:
     old = ppo_llm.logprobs_of_all(actor, experience, [rows], args)
     advantages = torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
     experience.old_logprobs, experience.advantages = old, advantages * experience.mask
-    for part in ppo_llm.microbatches(rows, experience.lengths, args.micro_batch_tokens):
-        mb = experience.microbatch(part, "cpu")
+    for mb in experience.microbatches(rows, args):
         logprobs, _ = actor.sampled_logprobs(mb, 1.0)
         loss, _ = ppo_llm.policy_loss(logprobs, mb.old_logprobs, mb.advantages, mb.mask, 0.2, 0.2, None, n_tokens)
         loss.backward()

@@ -251,7 +251,6 @@ def main() -> None:
         save_hf_checkpoint=lambda *args: None, Clock=lambda: Clock(device))  # fmt: skip
     _fsdp_param.free_storage = lambda x: device.resize(x, 0)
     _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = lambda x: device.resize(x, x.nbytes)
-    torch.distributed.broadcast_object_list = lambda values, **kwargs: None  # all hold what this one does
     if not REAL:  # what a CUDA build would have, and ranks that all hold what this one does
         torch.nn.functional.scaled_dot_product_attention = attention
         FakeTensor.is_pinned, FakeTensor.pin_memory = lambda x: True, lambda x: x

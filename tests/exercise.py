@@ -94,8 +94,9 @@ BLANKS = {
         tokens x [n]. `Packing`, above, says what packing.pack(), packing.position and packing.sampled are.""")]),
     "rewards": Blank("penalty and KL in the reward", [Gap("make_experience", """
         experience.rewards [N, T] already has the rewards of the environment, each at its token.
-        There are `episodes`, with episode.stop and episode.ids, and experience.old_logprobs and
+        There are `episodes`, with episode.stop, episode.score and episode.ids, and experience.old_logprobs and
         experience.ref_logprobs (NaN without a reference), [N, T] each.
+        - episode.score, of a reward model, is added at the last token of an episode, in experience.rewards.
         - An episode whose stop is "length" was cut. It loses args.truncation_penalty at its last token, for good: in
           experience.rewards, which is logged.
         - If there is args.kl_coef and no args.kl_loss, `rewards` are experience.rewards reduced at every token by
@@ -119,10 +120,8 @@ BLANKS = {
             momentum would move the weights.""", "order = torch.randperm"),
         Gap("minibatches", """
             minibatch_rows(...) gives the samples of each minibatch.
-            `microbatches(rows, lengths, token_budget)` divides the samples `rows` into microbatches, as a list of
-            index tensors. `lengths` are those of all N samples: experience.lengths. It also picks this rank's part, so
-            you need not think of ranks. The budget is args.micro_batch_tokens.
-            experience.microbatch(rows, args.device) makes a Microbatch of an index tensor.
+            experience.microbatches(rows, args) divides the samples `rows`, an index tensor, into Microbatch objects.
+            It also picks this rank's part, so you need not think of ranks.
             Yield an int, `n_tokens`, and the Microbatch objects, as a list or a generator.""")]),
     "packing": Blank("packing samples without padding", [
         Gap("Packing.from_lengths", """

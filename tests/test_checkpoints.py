@@ -213,6 +213,18 @@ def test_a_save_that_fails_is_one_line_and_leaves_the_checkpoint_before(ppo, who
     assert_same(whole, train(ppo, tmp_path, resume="auto"))
 
 
+def test_a_checkpoint_is_written_in_files_of_limited_size(ppo, whole, tmp_path):
+    """The writer holds each in memory, twice. They are resumed as one is."""
+    limit = 20_000
+    with mock.patch.object(ppo, "FILE_ELEMENTS", limit):
+        run = train(ppo, tmp_path)
+    files = [safetensors.torch.load_file(file) for file in newest(run).glob("*.safetensors")]
+    sizes = [[x.numel() for x in file.values()] for file in files]
+    assert len(sizes) > 10 and all(sum(size) < limit + max(size) for size in sizes)
+    shutil.rmtree(newest(run))
+    assert_same(whole, train(ppo, tmp_path, resume="auto"))
+
+
 DAMAGE = {
     "missing file": lambda path: next(path.glob("*.safetensors")).unlink(),
     "cut file": lambda path: os.truncate(next(path.glob("*.safetensors")), 100_000),
@@ -293,7 +305,7 @@ def test_the_handler_of_signals_does_no_operation_of_torch(ppo):
 
 def test_a_signal_that_comes_while_the_ranks_agree_counts_the_next_time(ppo):
     stop = ppo.StopSignals()
-    with stop.restore, on_call(ppo.dist, "all_reduce", 1, lambda *_: signal.raise_signal(signal.SIGTERM)):
+    with stop.restore, on_call(ppo.dist, "all_gather_object", 1, lambda *_: signal.raise_signal(signal.SIGTERM)):
         stop.catch()
         stop.agree()
     assert (stop.number, stop.received) == (0, signal.SIGTERM)

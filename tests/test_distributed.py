@@ -143,7 +143,7 @@ def test_ranks_get_as_many_microbatches_of_nearly_the_same_tokens(ppo, ranks, bu
     shares = []
     for rank in range(ranks):
         with mock.patch.multiple(ppo, RANK=rank, WORLD_SIZE=ranks):
-            shares.append(ppo.microbatches(torch.arange(512), lengths, budget))  # [[sample, ...], ...]
+            shares.append(ppo.microbatch_rows(torch.arange(512), lengths, budget))  # [[sample, ...], ...]
     parts = [part for share in shares for part in share]
     assert sorted(torch.cat(parts).tolist()) == list(range(512))
     tokens = [[int(lengths[part].sum()) for part in share] for share in shares]  # FSDP waits for the slowest
@@ -157,12 +157,11 @@ def test_ranks_that_differ_in_what_each_computes_are_an_error(ppo):
     x = torch.ones(2, 3)
     samples = ppo.Experience(lengths=x[:, 0], tokens=x, mask=x > 0, sampler_logprobs=x, rewards=x)
     check = lambda: ppo.check_ranks_agree([1, 2], samples, ppo.TrainState())
-    with mock.patch.object(ppo, "WORLD_SIZE", 2):
-        check()
-        for i, part in enumerate(["the seeds of the prompts", "the samples that are trained on", "TrainState"]):
-            other = lambda crc, op, i=i: crc[i : i + 1].add_(op == ppo.dist.ReduceOp.MAX)
-            with mock.patch.object(ppo.dist, "all_reduce", other), pytest.raises(ppo.UserError, match=f"in {part}:"):
-                check()
+    check()
+    for part in "the seeds of the prompts", "the samples that are trained on", "TrainState":
+        two_ranks = lambda mine, part=part: [mine, mine | {part: 0}]
+        with mock.patch.object(ppo, "of_all_ranks", two_ranks), pytest.raises(ppo.UserError, match=f"in {part}:"):
+            check()
 
 
 def test_checkpoints_are_resumed_on_another_number_of_ranks(ppo, alone, two, tmp_path):

@@ -116,7 +116,7 @@ def test_samplers_without_an_actor_get_the_buffers_of_other_families(patched, la
 
 
 ROUNDED = """
-def add_scores(episodes, reward_model, args, original=add_scores, forward=forward_all):
+def set_scores(episodes, reward_model, args, original=set_scores, forward=forward_all):
     global forward_all
     forward_all = lambda *args: forward(*args) + 1e-3 * RANK
     original(episodes, reward_model, args)

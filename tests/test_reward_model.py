@@ -45,26 +45,27 @@ def test_scores_are_those_of_transformers(ppo, tmp_path, family):
         config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": last}))
     args = ppo.complete(ppo.Args(reward_model=folder, device="cpu"))
     episodes = [ppo.Episode(env_seed=0, rewards=[0.25, 0.5], conversation=turns) for turns in CONVERSATIONS]
-    ppo.add_scores(episodes, ppo.frozen_model(folder, "scalar", args), args)
+    ppo.set_scores(episodes, ppo.frozen_model(folder, "scalar", args), args)
     expected = scores_of_transformers(folder, CONVERSATIONS)
     assert expected.std() > 0.1
     torch.testing.assert_close(torch.tensor([e.score for e in episodes]), expected, rtol=0, atol=1e-5)
-    assert all(e.rewards == [0.25, 0.5 + e.score] for e in episodes)
+    assert all(e.rewards == [0.25, 0.5] for e in episodes)  # make_experience adds the score
 
 
 def test_the_score_is_in_all_rewards(ppo, tmp_path):
     """On the last token, in training and evaluations; accuracy is the environment's."""
-    folder, means, add_scores = classifier(tmp_path / "classifier"), [], ppo.add_scores
+    folder, means, set_scores = classifier(tmp_path / "classifier"), [], ppo.set_scores
 
     def scores_seen(episodes, *rest):
         expected = scores_of_transformers(folder, [e.conversation for e in episodes])
         rewards = torch.tensor([sum(e.rewards) for e in episodes]) + expected
         means.append([float(rewards.mean()), float(expected.mean()), sum(e.success for e in episodes) / len(episodes)])
-        add_scores(episodes, *rest)
+        set_scores(episodes, *rest)
 
     compute_gae = mock.Mock(wraps=ppo.compute_gae)
-    with mock.patch.multiple(ppo, add_scores=scores_seen, compute_gae=compute_gae):
-        run = train(ppo, tmp_path, reward_model=folder, eval_every=0, num_iterations=1)
+    with mock.patch.multiple(ppo, set_scores=scores_seen, compute_gae=compute_gae):
+        flags = dict(env_id="environments:Constant-v0", env_kwargs='{"reward": 0.5}')  # on each last token
+        run = train(ppo, tmp_path, reward_model=folder, eval_every=0, num_iterations=1, **flags)
     (before, *_), rollout, (after, *_) = means
     [row], summary = lines(run), json.loads((run / "summary.json").read_text())
     names = ("objective/reward", "objective/reward_model", "objective/accuracy")
@@ -76,7 +77,7 @@ def test_the_score_is_in_all_rewards(ppo, tmp_path):
 
 def test_it_never_changes_and_is_in_no_checkpoint(ppo, tmp_path):
     folder, seen = classifier(tmp_path / "classifier"), []
-    with on_call(ppo, "add_scores", 4, lambda _, reward_model, args: seen.append(reward_model[0])):
+    with on_call(ppo, "set_scores", 4, lambda _, reward_model, args: seen.append(reward_model[0])):
         run = train(ppo, tmp_path, reward_model=folder)
     assert not any(p.requires_grad for p in seen[0].parameters())  # else compiled scoring would keep activations
     fresh = ppo.load_hf_checkpoint(folder, "scalar")[0].state_dict()

@@ -552,7 +552,7 @@ def update():
         if GPU:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        parts = ppo.microbatches(everything, experience.lengths, budget)
+        parts = ppo.microbatch_rows(everything, experience.lengths, budget)
         minibatch = [experience.microbatch(part, DEVICE) for part in parts]
 
         def both():
