@@ -42,6 +42,13 @@ share of the episodes and trains on its share of every minibatch. The loss of a 
 its share divided by the number of sampled tokens of the whole minibatch. Gradients are summed over
 the ranks, so up to rounding they equal those of a single process.
 
+Not here. Of PPO: the adaptive KL coefficient of its section 4, and a network that actor and critic
+share (forks/joint_loss.patch). Of RLHF: the training of a reward model (docs/reward_models.md),
+groups of samples in place of a critic, as in GRPO (forks/group_normalised.patch), LoRA
+(forks/lora.patch), rollouts that overlap with the updates (forks/rollout_ranks.patch), sampling
+with top-p or top-k, and images. Of models: other families than those of section 6
+(forks/any_model.patch).
+
 `# FORK:` marks the places to edit if you want to change the algorithm.
 """
 
@@ -103,7 +110,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 # === 1. Arguments ===
 
 
-DEFAULTS = {  # defaults that depend on --model: (without it, with it)
+DEFAULTS_BY_MODEL = {  # defaults that depend on --model: (without it, with it)
     "max_prompt_tokens": (16, 512),
     "max_new_tokens": (8, 256),
     "sft_steps": (150, 0),
@@ -361,7 +368,7 @@ def value_loss(values, old_values, returns, mask, clip, denom) -> Tensor:
 
 def train(args: Args) -> dict:
     """Run PPO. Returns the content of summary.json. Raises UserError for what the user can fix."""
-    args = complete(args)  # This also connects the ranks. From here on no flag changes.
+    args = fill_in_defaults(args)  # This also connects the ranks. From here on no flag changes.
     stop = StopSignals()
     with make_envs(args) as envs, make_envs(args, evaluation=True) as eval_envs, stop.restore:
         return run_ppo(args, envs, eval_envs, stop)
@@ -420,7 +427,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         first = first_training_seed(args, envs[0]) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
-        episodes = play(decoder, tokenizer, envs, seeds, state.iteration, args)
+        episodes = rollout(decoder, tokenizer, envs, seeds, state.iteration, args)
         clock.end("rollout")
 
         # --- Old log-probs, values, rewards, advantages: computed once, constant from here on.
@@ -481,8 +488,8 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
                         loss = loss - args.entropy_coef * entropy
                     if args.kl_loss and reference:
                         kls = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_loss)
-                        weights = torch.exp(newlogprobs - mb.old_logprobs).detach()  # pi / pi_old
-                        mb_stats["kl_loss"] = (weights * kls * mb.mask).sum() / n_tokens
+                        ratios = torch.exp(newlogprobs - mb.old_logprobs).detach()  # pi / pi_old
+                        mb_stats["kl_loss"] = (ratios * kls * mb.mask).sum() / n_tokens
                         loss = loss + args.kl_coef * mb_stats["kl_loss"]
                     loss.backward()
                     mb_stats |= {"policy_loss": pg_loss, "entropy": entropy}
@@ -503,7 +510,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         clock.end("actor")
 
         # --- The sampler gets the new weights. Then come diagnosis, log and checkpoint.
-        relative_update = hand_over(actor, sampler)
+        relative_update = update_sampler(actor, sampler)
         # FORK: memory across iterations. Add fields to `TrainState`, which is saved as JSON.
         # FORK: a reference that is renewed. Call copy_weights(actor, reference) every so often.
         clock.end("hand_over")
@@ -757,12 +764,16 @@ def minibatches(experience: Experience, epoch: int, state, args):
 
 
 # === 5. Rollout ===
-# Continuous batching: B rows decode together, and a row that is finished takes the next turn that
-# waits, of any episode. Until then it stays in the batch, so that shapes do not change: it reads
-# and writes the dummy position `decoder.scratch`.
-
-# There are more environments than rows, so that a row that becomes free finds a prefilled episode.
-ENVS_PER_ROW = 1.25
+# The decoder (section 6) generates text in B rows at once. A row holds the text of one episode, and
+# four tensors say how far it is:
+#
+#     tokens [B, S + 1]  the text so far: prompt, responses, messages of the environment
+#     length [B]         the number of its tokens, which is the index of the next one
+#     limit [B]          the length at which the episode is cut off
+#     alive [B]          whether the row generates: no stop token came, and length < limit
+#
+# A row that does not generate stays in the batch, because shapes must not change. It reads and
+# writes the dummy position, index S, which no text reaches (see KVCache).
 
 
 @dataclass
@@ -797,7 +808,7 @@ class Episode:
 
     def begin(self, env: gym.Env, tokenizer: HFTokenizer, args) -> dict:
         """Take the environment's prompt. Return the environment's info, for the warm start."""
-        self.conversation, info = env_reset(env, self.env_seed)
+        self.conversation, info = checked_reset(env, self.env_seed)
         self.prompt_messages = len(self.conversation)
         self.add(tokenizer.encode_prompt(self.conversation))
         self.prompt_length = len(self.ids)
@@ -811,7 +822,7 @@ class Episode:
         """Give the environment the response, which is ids[start:], and take its answer."""
         self.response_starts.append(start)
         response = tokenizer.decode(self.ids[start:])
-        messages, reward, end, info = env_step(env, response)
+        messages, reward, end, info = checked_step(env, response)
         self.conversation.append({"role": "assistant", "content": response})
         if reward is None:  # The episode is not trained on.
             self.stop, self.success = "unscored", False
@@ -840,7 +851,9 @@ def sample_token(decoder: Decoder, n_visible: int):
     The input is the newest token of each row. Its keys and values are not in the cache yet: this
     pass puts them there. Attention sees at most the first `n_visible` positions of the cache.
     """
-    position = torch.where(decoder.alive, decoder.length - 1, decoder.scratch)[:, None]  # [B, 1]
+    position = torch.where(decoder.alive, decoder.length - 1, decoder.dummy_position)[
+        :, None
+    ]  # [B, 1]
     newest = decoder.tokens.gather(1, position)
     logits = decoder.sampler.next_logits(newest, position, decoder.cache, n_visible)  # [B, V]
     # FORK: sampling. If you add top-p or top-k, record the log-probs of the filtered policy and
@@ -849,17 +862,38 @@ def sample_token(decoder: Decoder, n_visible: int):
     # Do not filter old and new log-probs: after an update the filter may remove a sampled token.
     logits /= decoder.temperature
     noisy_logits = logits  # [B, V]
-    # The argmax of logits plus Gumbel noise is a sample. `noise_scale` is 0 in greedy decoding.
+    # The argmax of logits plus Gumbel noise is a sample. In greedy decoding the noise is left out
+    # or, in a compiled step, multiplied by 0.
     if decoder.draws_noise:
         noise = gumbel_noise(decoder.noise_keys, decoder.length, logits.shape[1])
         noisy_logits = logits + decoder.noise_scale * noise
     token = noisy_logits.argmax(-1, keepdim=True)  # [B, 1]
     logprob = logits.gather(1, token) - logits.logsumexp(-1, keepdim=True)
-    index = torch.where(decoder.alive, decoder.length, decoder.scratch)[:, None]  # [B, 1]
+    index = torch.where(decoder.alive, decoder.length, decoder.dummy_position)[:, None]  # [B, 1]
     decoder.tokens.scatter_(1, index, token)
     decoder.logprobs.scatter_(1, index, logprob)
     decoder.length += decoder.alive
     decoder.alive &= (token != decoder.stop_ids).all(-1) & (decoder.length < decoder.limit)
+
+
+def rollout(decoder, tokenizer, envs, seeds, iteration, args) -> list[Episode]:
+    """Play an episode for each of `seeds`. Each rank plays its share and receives all of them.
+
+    The sampling noise depends on `iteration`, which is negative in evaluations, and on the index in
+    `seeds`. It does not depend on the number of ranks.
+    """
+    first = len(seeds) * RANK // WORLD_SIZE
+    end = len(seeds) * (RANK + 1) // WORLD_SIZE
+    share, sample_ids = seeds[first:end], range(first, end)
+    played = rollout_share(decoder, tokenizer, envs, share, sample_ids, iteration, args)
+    return [episode for part in of_all_ranks(played) for episode in part]
+
+
+# --- Continuous batching. A row that is finished takes the next turn that waits, of any episode.
+# There are more environments than rows, so that a row that becomes free finds a prefilled episode.
+
+
+ENVS_PER_ROW = 1.25
 
 
 class Slots:
@@ -882,9 +916,9 @@ class Slots:
         sampler = self.decoder.sampler
         weight = next(sampler.parameters())
         longest = max(len(episode.ids) for _, episode in turns)
-        at_once = max(1, self.args.micro_batch_tokens // longest)
-        for start in range(0, len(turns), at_once):
-            part = turns[start : start + at_once]
+        chunk = max(1, self.args.micro_batch_tokens // longest)  # texts per pass
+        for start in range(0, len(turns), chunk):
+            part = turns[start : start + chunk]
             tokens = padded([episode.ids for _, episode in part]).to(weight.device)  # [R, T]
             R, T = tokens.shape
             cache = KVCache(sampler.config, R, T + 1, weight.dtype, weight.device)
@@ -952,11 +986,10 @@ def wait_for_any(calls):
 
 
 @torch.no_grad()
-def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> list[Episode]:
+def rollout_share(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> list[Episode]:
     """Play this rank's share: an episode for each of `seeds`, one at a time per environment.
 
-    The sampling noise depends on `iteration`, which is negative in evaluations, and on
-    `sample_ids`, the positions of these episodes in the list of all ranks.
+    `sample_ids` are the indices of these episodes in the list of all ranks.
     """
     keys = sample_keys(args.seed, iteration, sample_ids).tolist()
     episodes = [Episode(seed, key) for seed, key in zip(seeds, keys)]
@@ -993,14 +1026,6 @@ def rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) -> lis
         bar.update(sum(episode.stop != "" for episode in episodes) - bar.n)
     bar.close()
     return episodes
-
-
-def play(decoder, tokenizer, envs, seeds, iteration, args) -> list[Episode]:
-    """Play an episode for each of `seeds`. Each rank plays its share and receives all of them."""
-    first = len(seeds) * RANK // WORLD_SIZE
-    end = len(seeds) * (RANK + 1) // WORLD_SIZE
-    mine = rollout(decoder, tokenizer, envs, seeds[first:end], range(first, end), iteration, args)
-    return [episode for part in of_all_ranks(mine) for episode in part]
 
 
 # ################################# Part II: what PPO stands on #################################
@@ -1048,7 +1073,9 @@ def rope_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + D / 2) of x [..., H, D]; cos, sin [..., 1, D].
 
-    The caller has negated the first half of sin.
+    Transformers writes x * cos + rotate_half(x) * sin, where rotate_half swaps the halves of x and
+    negates the first. Here `hidden_states` has negated the first half of sin instead, once for all
+    layers.
     """
     swapped = x.float().roll(x.shape[-1] // 2, dims=-1)  # second half, first half
     return (x.float() * cos + swapped * sin).to(x.dtype)
@@ -1062,13 +1089,13 @@ class Packing:
     has no kernel for this layout, queries, keys and values are unpacked to [B, T, ...]. In this
     example capitals were sampled, and dots are padding:
 
-        tokens  [[a b C D]     packed  [a b C D a E a F]     place    [0 1 2 3 4 5 8 9]
-                 [a E . .]     index    0 1 2 3 4 5 6 7      position [0 1 2 3 0 1 0 1]
-                 [a F . .]]    starts  [0 4 6 8]             sampled  [2 3 5 7]
+        tokens  [[a b C D]     packed  [a b C D a E a F]     flat_index [0 1 2 3 4 5 8 9]
+                 [a E . .]     index    0 1 2 3 4 5 6 7      position   [0 1 2 3 0 1 0 1]
+                 [a F . .]]    starts  [0 4 6 8]             sampled    [2 3 5 7]
     """
 
     shape: tuple[int, int]
-    place: Tensor  # [n] index of each real token in the flattened [B * T]
+    flat_index: Tensor  # [n] index of each real token in the flattened [B * T]
     position: Tensor  # [n] index of each real token in its sample
     sampled: Tensor  # [m] which of the n real tokens were sampled, as indices
     starts: Tensor  # [B + 1] packed index at which each sample starts, then n; int32
@@ -1077,25 +1104,26 @@ class Packing:
     def from_lengths(cls, lengths: Tensor, mask: Tensor, device: str) -> Packing:
         """`lengths` and `mask` are on the CPU: `nonzero` on the device would make the host wait."""
         T = mask.shape[1]
-        place = (torch.arange(T) < lengths[:, None]).flatten().nonzero()[:, 0]
-        sampled = mask.flatten()[place].nonzero()[:, 0]
+        flat_index = (torch.arange(T) < lengths[:, None]).flatten().nonzero()[:, 0]
+        sampled = mask.flatten()[flat_index].nonzero()[:, 0]
         starts = F.pad(lengths.cumsum(0), (1, 0)).int()
-        return cls(mask.shape, *(upload(x, device) for x in (place, place % T, sampled, starts)))
+        indices = flat_index, flat_index % T, sampled, starts
+        return cls(mask.shape, *(upload(x, device) for x in indices))
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [n, ...]"""
-        return x.flatten(0, 1).index_select(0, self.place)
+        return x.flatten(0, 1).index_select(0, self.flat_index)
 
-    def unpack(self, x: Tensor, place: Tensor) -> Tensor:
-        """[k, ...] at the indices `place` [k] of B * T -> [B, T, ...], 0 elsewhere"""
+    def unpack(self, x: Tensor, flat_index: Tensor) -> Tensor:
+        """[k, ...] at the indices `flat_index` [k] of B * T -> [B, T, ...], 0 elsewhere"""
         blank = x.new_zeros(math.prod(self.shape), *x.shape[1:])
-        return blank.index_copy(0, place, x).unflatten(0, self.shape)
+        return blank.index_copy(0, flat_index, x).unflatten(0, self.shape)
 
     def unpack_sampled(self, x: Tensor) -> Tensor:
         """[m] -> [B, T]"""
         # clone: FSDP puts a hook on the result, to gather the weights before the backward pass. If
         # the result were a view, an operation of the caller in place would drop the hook.
-        return self.unpack(x, self.place[self.sampled]).clone()
+        return self.unpack(x, self.flat_index[self.sampled]).clone()
 
 
 # In older versions of PyTorch `varlen_attn` lacks grouped heads and `seqused_k`. Versions, not
@@ -1145,24 +1173,31 @@ def attend_packed(q, k, v, packing: Packing) -> Tensor:
         return varlen_attn(  # The window (-1, 0) is causal: all tokens before, none after.
             q, k, v, starts, starts, T, T, window_size=(-1, 0), enable_gqa=True
         )
-    return packing.pack(attend_padded(*(packing.unpack(x, packing.place) for x in (q, k, v))))
+    return packing.pack(attend_padded(*(packing.unpack(x, packing.flat_index) for x in (q, k, v))))
 
 
 def attend_cached(q, k, v, layer: int, context: Context) -> Tensor:
     """Write k, v [B, T, Hkv, D] into the cache. Attend to it with q [B, T, H, D] -> [B, T, H, D].
 
-    T is 1 in decoding.
+    T is 1 in decoding. G = H / Hkv query heads share a key head. They become further queries of it,
+    because enable_gqa would be slow with a mask. For one row, with T = 2 tokens a, b, H = 4 query
+    heads and Hkv = 2 key heads:
+
+        q [B, T, H, D]              a0 a1 a2 a3      token a, query heads 0 to 3
+                                    b0 b1 b2 b3
+        q [B, Hkv, G * T, D]        a0 b0 a1 b1      key head 0, the queries of heads 0 and 1
+                                    a2 b2 a3 b3      key head 1, the queries of heads 2 and 3
+        q [B * Hkv, 1, G * T, D]    the same: a key head of a row is a row of the batch
+
+    `Transformer.prefill` makes the mask for this order of queries.
     """
     B, T, Hkv, D = k.shape
     k, v = context.cache.update(layer, k, v, context.positions)  # [B, Hkv, size, D]
-    # The G query heads of a key head become further queries of this key head, because enable_gqa
-    # would be slow with a mask.
     q = q.view(B, T, Hkv, -1, D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * T, D]
     if context.mask is None:
         out = attend_to_lengths(q, k, v, context)
     else:
         k, v = (x[:, :, : context.n_visible] for x in (k, v))
-        # Each key head of a row becomes a row of its own: [B * Hkv, 1, ..., D].
         q, k, v = (x.flatten(0, 1)[:, None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask)
     return out.view(B, Hkv, -1, T, D).permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -1172,19 +1207,18 @@ def attend_to_lengths(q, k, v, context: Context) -> Tensor:
     """Attention of one token per row. q [B, Hkv, G, D]; k, v [B, Hkv, size, D] -> [B*Hkv*G, 1, D]
 
     In each row the kernel reads the positions that the row has filled. With a mask it would read
-    `n_visible` positions in every row. A finished row stands at `decoder.scratch`, and its result
-    is not used. It reads one position if that place is beyond the first `n_visible` ones.
+    `n_visible` positions in every row. A finished row stands at the dummy position, and its result
+    is not used. It reads one position if the dummy position is beyond the first `n_visible` ones.
     """
     B, Hkv, G, D = q.shape
     lengths = torch.where(context.positions < context.n_visible, context.positions + 1, 1)  # [B, 1]
     lengths = lengths.int().expand(B, Hkv).flatten()
-    rows = context.cache.row_starts  # [B * Hkv + 1]
-    # q [B * Hkv * G, 1, D]; k, v [B * Hkv * size, 1, D]. A sequence of the kernel is a key head of
-    # a row, with its G queries. They are of one token, so nothing is causal among them.
-    q, k, v = (x.reshape(-1, 1, D) for x in (q, k, v))
-    return varlen_attn(
-        q, k, v, rows * G, rows * context.cache.size, G, context.n_visible, seqused_k=lengths
-    )
+    # A sequence of the kernel is a key head of a row, with its G queries. They are of one token, so
+    # nothing is causal among them. cu_seqlens say where each sequence starts.
+    q, k, v = (x.reshape(-1, 1, D) for x in (q, k, v))  # k, v [B * Hkv * size, 1, D]
+    sequences = context.cache.sequences  # 0, 1, ..., B * Hkv
+    cu_seqlens_q, cu_seqlens_k = sequences * G, sequences * context.cache.size
+    return varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, G, context.n_visible, seqused_k=lengths)
 
 
 class Attention(nn.Module):
@@ -1355,14 +1389,28 @@ class KVCache:
 
     A forward pass may write to all positions, but reads at most the first `n_visible` ones. The
     time of a decode step depends on the length of the texts, not on the limit.
+
+    This is a decoder with two rows and samples of at most S = 6 tokens before a step. The text of
+    row 0 is "a b c d" and goes on. The text of row 1 was "a b c" and has ended. `size` is S + 1,
+    rounded up to 16:
+
+        index             0 1 2 3 4 5 6 7 ... 15
+        tokens   row 0    a b c d . . .             d is the newest token
+                 row 1    a b c . . . -             6 is the dummy position
+        cache    row 0    a b c . . . . . ... .     d is not in the cache yet
+                 row 1    a b . . . . - . ... .
+
+    The step runs d. It writes the keys and values of d at 3, reads 0 to 3, and writes the token
+    that it samples into `tokens` at 4. In row 1 it does the same at the dummy position alone, so
+    what it reads and writes there does not matter.
     """
 
     def __init__(self, config: PretrainedConfig, B, S, dtype=torch.float32, device="cpu"):
         self.size = round_up(S, 16)
-        self.rows = torch.arange(B, device=device)[:, None]
+        self.batch_index = torch.arange(B, device=device)[:, None]
         shape = (B, config.num_key_value_heads, self.size, config.head_dim)
-        # 0, 1, ..., B * Hkv. Times G or `size`, this is where `attend_to_lengths` finds each row.
-        self.row_starts = torch.arange(shape[0] * shape[1] + 1, device=device, dtype=torch.int32)
+        # 0, 1, ..., B * Hkv, for `attend_to_lengths`
+        self.sequences = torch.arange(shape[0] * shape[1] + 1, device=device, dtype=torch.int32)
         zeros = functools.partial(torch.zeros, shape, dtype=dtype, device=device)
         self.layers = [(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
 
@@ -1371,8 +1419,8 @@ class KVCache:
         keys, values = self.layers[layer]
         # With a slice between two index tensors, PyTorch puts the indexed dimensions first. The
         # part that is written is thus [B, T, Hkv, D], as k.
-        keys[self.rows, :, positions] = k
-        values[self.rows, :, positions] = v
+        keys[self.batch_index, :, positions] = k
+        values[self.batch_index, :, positions] = v
         return keys, values
 
 
@@ -1388,8 +1436,7 @@ class Decoder:
         weight = next(sampler.parameters())
         self.sampler = sampler
         S = max_sample_length(args)
-        # Finished rows read and write here, after the last position that a token can have.
-        self.scratch = S
+        self.dummy_position = S  # see KVCache
         self.cache = KVCache(sampler.config, B, S + 1, weight.dtype, weight.device)
         zeros = functools.partial(torch.zeros, device=weight.device)
         self.tokens = zeros(B, S + 1, dtype=torch.int64)
@@ -1462,7 +1509,7 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def chunk_logprobs(hidden, weight, targets, temperature) -> tuple[Tensor, Tensor]:
-    logits = float32_product(hidden, weight.T) / temperature  # [rows, V]
+    logits = float32_product(hidden, weight.T) / temperature  # [chunk_size, V]
     logsumexp = logits.logsumexp(dim=-1)
     probs = torch.exp(logits - logsumexp[:, None])
     chosen = -F.nll_loss(logits, targets, reduction="none")  # logits[i, targets[i]]
@@ -1470,7 +1517,7 @@ def chunk_logprobs(hidden, weight, targets, temperature) -> tuple[Tensor, Tensor
 
 
 def chunk_gradients(hidden, weight, targets, temperature, d_logprobs, d_entropies) -> Tensor:
-    """The gradient [rows, V] with respect to the logits before the temperature divides them.
+    """The gradient [chunk_size, V] with respect to the logits before the temperature divides them.
 
     With z = logits / temperature, p = softmax(z) and the entropy H, the gradient of log p[i] with
     respect to z is onehot(i) - p, and that of H is -p * (log p + H).
@@ -1491,12 +1538,12 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
     Logits are computed in chunks, and again in the backward pass, because all of them would need
     more memory than the model.
     """
-    # `logits` is the number of logits in a chunk.
+    # `logits` is the number of logits in a chunk, `chunk_size` its number of tokens.
     logits = 2**22 if not hidden.is_cuda else 2**27 if compile == "on" else 2**26
-    rows = max(1, logits // len(weight))
-    if len(hidden) % rows == 1:  # A last chunk of one row would be compiled separately.
-        rows -= 1
-    return ChunkedLogprobs.apply(hidden, weight, targets, temperature, rows, compile)
+    chunk_size = max(1, logits // len(weight))
+    if len(hidden) % chunk_size == 1:  # A last chunk of one token would be compiled separately.
+        chunk_size -= 1
+    return ChunkedLogprobs.apply(hidden, weight, targets, temperature, chunk_size, compile)
 
 
 class ChunkedLogprobs(torch.autograd.Function):
@@ -1508,27 +1555,27 @@ class ChunkedLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, rows, compile):
+    def forward(ctx, hidden, weight, targets, temperature, chunk_size, compile):
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.settings = temperature, rows, compile
+        ctx.settings = temperature, chunk_size, compile
         if not hidden.is_cuda:
             hidden, weight = hidden.float(), weight.float()
         function = maybe_compiled(chunk_logprobs, compile)
-        chunks = zip(hidden.split(rows), targets.split(rows))
+        chunks = zip(hidden.split(chunk_size), targets.split(chunk_size))
         logprobs, entropies = zip(*(function(h, weight, t, temperature) for h, t in chunks))
         return torch.cat(logprobs), torch.cat(entropies)
 
     @staticmethod
     def backward(ctx, *d_outputs):
         hidden, weight, targets = ctx.saved_tensors
-        temperature, rows, compile = ctx.settings
+        temperature, chunk_size, compile = ctx.settings
         if not hidden.is_cuda:
             hidden, weight = hidden.float(), weight.float()
         function = maybe_compiled(chunk_gradients, compile)
         d_hidden, d_weight = [], None
         if ctx.needs_input_grad[1]:
             d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for h, t, *d in zip(*(x.split(rows) for x in (hidden, targets, *d_outputs))):
+        for h, t, *d in zip(*(x.split(chunk_size) for x in (hidden, targets, *d_outputs))):
             d_logits = function(h, weight, t, temperature, *d)
             d_hidden.append(d_logits @ weight)
             if d_weight is not None:
@@ -1603,15 +1650,15 @@ class HFTokenizer:
         self.template_kwargs = "{}"  # as JSON
         with attempt(f"load tokenizer.json and tokenizer_config.json of {folder}"):
             self.hf = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder)
-            self.tokenizer = self.hf.backend_tokenizer  # This is much faster than self.hf.
-            self.tokenizer.no_padding()
-            self.tokenizer.no_truncation()
+            self.backend = self.hf.backend_tokenizer  # This is much faster than self.hf.
+            self.backend.no_padding()
+            self.backend.no_truncation()
             stop_ids = {self.hf.eos_token_id}
             for name in ("config.json", "generation_config.json"):
                 if (self.folder / name).is_file():
                     ids = read_json(self.folder / name).get("eos_token_id")
                     stop_ids.update(ids if isinstance(ids, list) else [ids])
-            end_of_turn = self.end_of_turn()
+            end_of_turn = self.find_end_of_turn()
             stop_ids.add(end_of_turn)
             # A negative id means that there is none.
             self.stop_ids = sorted(i for i in stop_ids - {None} if i >= 0)
@@ -1632,7 +1679,7 @@ class HFTokenizer:
         tokenizer.decoder = tokenizers.decoders.Fuse()
         return cls("embedded", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
 
-    def end_of_turn(self) -> int | None:
+    def find_end_of_turn(self) -> int | None:
         """The id of the special token that ends an assistant's turn in the chat template, if any.
 
         Base models may have a template that ends a turn by another token than their eos token.
@@ -1668,7 +1715,7 @@ class HFTokenizer:
         spans the boundary, `text` is encoded as it is after a newline. If a token spans that
         boundary as well, `text` is encoded alone.
         """
-        encode = functools.partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        encode = functools.partial(self.backend.encode, add_special_tokens=add_special_tokens)
         for before in (context, "\n", ""):
             start, whole = encode(before).ids if before else [], encode(before + text).ids
             if whole[: len(start)] == start:
@@ -1712,7 +1759,7 @@ class HFTokenizer:
     def decode(self, ids: list[int]) -> str:
         """The text of ids, without special tokens and without stop tokens."""
         ids = [i for i in ids if i not in self.stop_ids]
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.backend.decode(ids, skip_special_tokens=True)
 
 
 def check_file(path: Path):
@@ -1779,34 +1826,38 @@ HEADS = "lm_head.weight", "score.weight"
 def load_weights(model: Transformer, folder: str, needs_head: bool = True):
     """Fill `model`, which may be sharded, from the safetensors in `folder`.
 
-    A head in the files that the model does not have is ignored. With needs_head=False the files may
-    lack the model's head, which then keeps its weights. All ranks must call it: each reads its
-    shards.
+    PyTorch's distributed checkpoint (DCP) reads them, because with it each rank reads its own
+    shards alone. All ranks must call it. A head in the files that the model does not have is
+    ignored. With needs_head=False the files may lack the model's head, which then keeps its
+    weights.
     """
     weights = {name: p.detach() for name, p in model.named_parameters()}
     task = f"load the safetensors in {folder}"
     with attempt(task), tempfile.TemporaryDirectory() as links:
-        # The reader below reads all safetensors of a folder. It gets a folder of links to those of
-        # the model alone.
+        # DCP's reader reads all safetensors of a folder. It gets a folder of links to those of the
+        # model alone.
         for path in weight_files(Path(folder)):
             check_file(path)
             Path(links, path.name).symlink_to(path.absolute())
         reader = dcp.HuggingFaceStorageReader(links)
-        files = reader.read_metadata().state_dict_metadata
-        for name, content in files.items():
+        in_files = reader.read_metadata().state_dict_metadata  # {name: metadata of a tensor}
+        for name, metadata in in_files.items():
             if name not in weights and name not in HEADS and "rotary_emb" not in name:
                 raise ValueError(f"the model has no {name}")
-            if len(content.chunks) > 1:
+            if len(metadata.chunks) > 1:
                 raise ValueError(f"{name} is in more than one file")
         if not needs_head:
-            weights = {name: p for name, p in weights.items() if name in files or name not in HEADS}
-        if missing := [name for name in weights if name not in files]:
+            optional = [name for name in HEADS if name not in in_files]
+            weights = {name: p for name, p in weights.items() if name not in optional}
+        if missing := [name for name in weights if name not in in_files]:
             raise ValueError(f"the files lack {', '.join(missing[:3])}")
+        # A tied model has no head of its own. If the files have one, it is loaded to be compared.
+        has_spare_head = model.tied and "lm_head.weight" in in_files
         embedding = weights["model.embed_tokens.weight"]
-        if model.tied and "lm_head.weight" in files:
+        if has_spare_head:
             weights["lm_head.weight"] = torch.empty_like(embedding)
         dcp.load(weights, storage_reader=reader)
-        if model.tied and "lm_head.weight" in files:
+        if has_spare_head:
             if not torch.equal(full_tensor(weights["lm_head.weight"]), full_tensor(embedding)):
                 raise ValueError(
                     "lm_head.weight differs from the embedding, to which config.json ties it: set "
@@ -1868,24 +1919,23 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
             config.num_labels = 1
             config.pad_token_id = tokenizer.pad_id  # transformers finds the last token by it
         rope = config.rope_parameters
-        content = config.to_dict()
-        content.pop("quantization_config", None)  # The weights are not quantized any longer.
+        model_config = config.to_dict()
+        model_config.pop("quantization_config", None)  # The weights are not quantized any longer.
         # Transformers 4 reads these names. Without them it would use its default of rope_theta.
-        content["rope_theta"] = rope["rope_theta"]
-        content["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+        model_config["rope_theta"] = rope["rope_theta"]
+        model_config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
         partial = path.with_name(f"{path.name}.partial")
         with attempt(f"write {path}"):
             shutil.rmtree(partial, ignore_errors=True)
             tokenizer.hf.save_pretrained(partial)
             safetensors.torch.save_file(weights, partial / "model.safetensors", {"format": "pt"})
-            write_json(partial / "config.json", content)
-            file = partial / "tokenizer_config.json"
-            of_tokenizer = read_json(file)
-            # Transformers 4 knows these names alone.
-            names = of_tokenizer.pop("extra_special_tokens", [])
-            of_tokenizer["additional_special_tokens"] = names
-            of_tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
-            write_json(file, of_tokenizer)
+            write_json(partial / "config.json", model_config)
+            tokenizer_config = read_json(partial / "tokenizer_config.json")
+            # Transformers 4 reads these names alone. Transformers 5 reads them as well.
+            special_tokens = tokenizer_config.pop("extra_special_tokens", [])
+            tokenizer_config["additional_special_tokens"] = special_tokens
+            tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
+            write_json(partial / "tokenizer_config.json", tokenizer_config)
             shutil.rmtree(path, ignore_errors=True)  # an earlier export, now that this is complete
             partial.rename(path)
             print0(f"saved {path}")
@@ -2008,10 +2058,17 @@ class Prompts(gym.Env):
         return row if "prompt" in row else row | {"prompt": row["messages"]}
 
     def row_index(self, seed: int) -> int:
-        """The seed i of an evaluation selects row i. Every pass of training shuffles the rows anew.
+        """The index of the row that a seed selects. Every pass of training shuffles the rows anew.
 
-        Pass 0, which has the seeds below the number of rows, is never shuffled. Training begins
-        with pass 1 or a later one, however long the file is.
+        A pass is as many consecutive seeds as there are rows. Training begins with a whole pass. If
+        there were 7 rows, and FIRST_TRAINING_SEED were 10:
+
+            seeds 0 ... 6       evaluations: rows 0 to 6, in this order
+            seeds 14 ... 20     training, pass 2: the 7 rows in a random order
+            seeds 21 ... 27     training, pass 3: the 7 rows in another random order
+
+        In pass 0 the seed i always selects row i, even if the file has more rows than
+        FIRST_TRAINING_SEED. Training begins with pass 1 or a later one.
         """
         pass_index, i = divmod(seed, self.num_prompts)
         if seed < FIRST_TRAINING_SEED or pass_index == 0:
@@ -2117,7 +2174,7 @@ def as_messages(text) -> list[dict]:
     return list(text)
 
 
-def env_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
+def checked_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
     """Reset an environment. Returns the prompt as messages, and info."""
     with attempt(f"reset the environment with seed {seed}", CodeError):
         result = env.reset(seed=seed)
@@ -2127,7 +2184,7 @@ def env_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
         return as_messages(prompt), info
 
 
-def env_step(env: gym.Env, response: str) -> tuple[list[dict], float | None, str, dict]:
+def checked_step(env: gym.Env, response: str) -> tuple[list[dict], float | None, str, dict]:
     """Step an environment. Returns messages, reward, "terminated", "truncated" or "", and info."""
     result = env.step(response)
     if not isinstance(result, tuple) or len(result) != 5:
@@ -2171,7 +2228,9 @@ def add_rewards(episode: Episode, reward, info, start, tokenizer):
     for end, part in info.get("rewards", ()):
         if not 1 <= end <= len(response):
             raise ValueError(f"info['rewards']: {end} is not within the response {response!r:.80}")
-        index = bisect.bisect_left(  # the first token after which the text has response[:end]
+        # The first token after which the text has response[:end]. A binary search finds it with few
+        # calls of `decode`.
+        index = bisect.bisect_left(
             range(len(ids)),
             True,
             key=lambda i: tokenizer.decode(ids[: i + 1]).startswith(response[:end]),
@@ -2256,8 +2315,9 @@ class Clock:
 
 def sum_over_ranks(stats: list[dict[str, Tensor]]) -> dict[str, float]:
     """Sum statistics over the microbatches of all ranks. Here the host waits for the device."""
-    rows = torch.stack([torch.stack(list(row.values())) for row in stats]).detach().double()
-    return dict(zip(stats[0], all_reduce(rows.sum(0)).tolist()))
+    numbers = torch.stack([torch.stack(list(of_mb.values())) for of_mb in stats])
+    sums = all_reduce(numbers.detach().double().sum(0))
+    return dict(zip(stats[0], sums.tolist()))
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
@@ -2284,7 +2344,7 @@ def evaluate(decoder, tokenizer, reward_model, envs, iteration, args) -> dict[st
 
     def play_at(temperature):
         settings = dataclasses.replace(args, temperature=temperature)
-        return play(decoder, tokenizer, envs, range(args.eval_episodes), noise, settings)
+        return rollout(decoder, tokenizer, envs, range(args.eval_episodes), noise, settings)
 
     sampled, greedy = play_at(1.0), play_at(0.0)
     if reward_model:
@@ -2411,7 +2471,7 @@ def diagnose_ratio(
     minibatches of the first epoch have the ratio 1 as well, until a step changes the actor. In
     later epochs the microbatches differ, and rounding alone moves the ratio.
     """
-    measured = steps or [early_stop or {"ratio_dev": 0.0}]
+    measured = steps or [early_stop or {"ratio_dev": 0.0}]  # statistics of minibatches
     first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch
     n_first = len(minibatch_rows(experience, 0, state, args))  # minibatches of the first epoch
     # Only the first epoch is judged, because later epochs round differently. If the first epoch is
@@ -2427,8 +2487,7 @@ def diagnose_ratio(
     # large that it would hide a real move.
     rounding = max(first_dev, 1e-7, 0.0 if bf16 else min(gap, tolerance))
     moved = not all(step["ratio_dev"] <= 2 * rounding for step in judged)  # NaN counts as moved.
-    # The first cause that holds is reported. `None: moved` means that the ratio has moved, so that
-    # nothing is wrong. The causes below it explain a ratio that stays at 1.
+    # The first cause that holds is reported. These are looked at in any case:
     causes = {
         "critic_warmup": state.iteration < args.critic_warmup_iterations,
         "empty_mask": not experience.mask.any(),
@@ -2437,20 +2496,23 @@ def diagnose_ratio(
         "kl_early_stop": early_stop and not moved,
         "no_step": not steps,
         "steps_skipped": not taken,
-        None: moved,
-        "bf16_underflow": next(actor.parameters()).dtype != torch.float32,
-        "advantage_zero": not experience.advantages.any(),
-        "no_grad_to_actor": all(step["grad_norm"] == 0 for step in taken),
-        "optimizer_noop": relative_update == 0 and lr > (1e-7 if bf16 else 1e-10),
-        "one_update_by_design": len(steps) == 1 and relative_update > 0,
-        "lr_or_clip_too_small": relative_update < (1e-4 if bf16 else 1e-6),
-        # The sampler has the actor's earlier updates. If the actor's forward pass ignores them, its
-        # log-probs differ from the sampler's.
-        "forward_ignores_update": gap > tolerance,
-        # This is what remains. In the first iteration of the actor the sampler has no earlier
-        # updates, so that a forward pass that ignores updates would look the same.
-        "old_logprob_recomputed": args.recompute_old_logprobs and state.actor_steps > len(steps),
     }
+    if not moved:  # These explain a ratio that stays at 1.
+        causes |= {
+            "bf16_underflow": next(actor.parameters()).dtype != torch.float32,
+            "advantage_zero": not experience.advantages.any(),
+            "no_grad_to_actor": all(step["grad_norm"] == 0 for step in taken),
+            "optimizer_noop": relative_update == 0 and lr > (1e-7 if bf16 else 1e-10),
+            "one_update_by_design": len(steps) == 1 and relative_update > 0,
+            "lr_or_clip_too_small": relative_update < (1e-4 if bf16 else 1e-6),
+            # The sampler has the actor's earlier updates. If the actor's forward pass ignores them,
+            # its log-probs differ from the sampler's.
+            "forward_ignores_update": gap > tolerance,
+            # This is what remains. In the first iteration of the actor the sampler has no earlier
+            # updates, so that a forward pass that ignores updates would look the same.
+            "old_logprob_recomputed": args.recompute_old_logprobs
+            and state.actor_steps > len(steps),
+        }
     return {
         "ratio/first_dev": first_dev,
         "ratio/last_dev": measured[-1]["ratio_dev"],
@@ -2495,7 +2557,7 @@ def some_weights(model: Transformer) -> Tensor:
     return torch.cat([p.detach().flatten()[:: 1 + p.numel() // 2**14] for p in model.parameters()])
 
 
-def hand_over(actor: Transformer, sampler: Transformer) -> float:
+def update_sampler(actor: Transformer, sampler: Transformer) -> float:
     """Give the sampler the actor's weights. Returns the relative change of some of them."""
     before = some_weights(sampler)
     copy_weights(actor, sampler)
@@ -2561,14 +2623,14 @@ def print0(text: str):
             print(text, flush=True)
 
 
-def complete(args: Args) -> Args:
+def fill_in_defaults(args: Args) -> Args:
     """Check the flags, and return a copy in which defaults that depend on others are filled in.
 
     This joins the ranks, because only one rank of a machine downloads models of the Hub. The models
     are needed here, because the default of --critic-lr depends on the size of the critic.
     """
     args = dataclasses.replace(args)
-    for name, defaults in DEFAULTS.items():
+    for name, defaults in DEFAULTS_BY_MODEL.items():
         if getattr(args, name) is None:
             setattr(args, name, defaults[bool(args.model)])
     if args.critic_epochs is None:
@@ -2665,8 +2727,10 @@ def print_plan(args, plan, envs: list[gym.Env], eval_envs: list[gym.Env]):
     evaluation = "none"
     if eval_envs:
         evaluation = f"{args.eval_episodes} episodes, sampled and greedy, on other seeds"
-        rows = [getattr(env.unwrapped, "rows", None) for env in (envs[0], eval_envs[0])]
-        if rows[0] and rows[0] == rows[1]:
+        prompts, eval_prompts = (
+            getattr(env.unwrapped, "rows", None) for env in (envs[0], eval_envs[0])
+        )
+        if prompts and prompts == eval_prompts:
             evaluation += ", but on the prompts of training: see --eval-env-kwargs"
     print0(f"""\
   models     {models}
@@ -2759,7 +2823,11 @@ def microbatch_rows(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Te
 
     Together the ranks have each sample once. The longest come first, so that attention pads little.
     A microbatch has at most `token_budget` tokens, and with padding at most twice as many. A longer
-    sample is a microbatch of its own.
+    sample is a microbatch of its own. Six samples on two ranks, with a budget of 12 tokens:
+
+        samples, by length          9 7    6 4    3 2
+        microbatches of rank 0      [9]    [6      3]     9 and 9 tokens
+        microbatches of rank 1      [7]    [4      2]     7 and 6 tokens
     """
     lengths = lengths.tolist()
     order = sorted(rows.tolist(), key=lengths.__getitem__, reverse=True)
@@ -2786,9 +2854,9 @@ def shard(model: Transformer, args):
         return
     mesh = dist.DeviceMesh(args.device, list(range(WORLD_SIZE)))
     value_head = [] if model.head == "lm" else [model.score]  # It stays in float32.
-    # The embedding is large, so it is a unit. If it is tied, it belongs to the last unit, the root,
-    # which also has the head.
+    # The embedding is large, so it is a unit. If it is tied, it belongs to the root.
     embedding = [] if model.tied else [model.model.embed_tokens]
+    # The last unit, the model itself, is the root: it has what no other unit has, such as the head.
     for unit in (*model.model.layers, *value_head, *embedding, model):
         precision = torch.float32 if unit in value_head else getattr(torch, args.dtype)
         # Weights are cast to `precision`, gradients are reduced in float32. Inputs are not cast,
@@ -2808,11 +2876,12 @@ def shard(model: Transformer, args):
 def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Transformer:
     """A model without weights: all are NaN, except for a scalar head, which is 0.
 
-    It is sharded. A sampler is whole, and in the precision of the forward pass. The model is made
-    without storage, so that each rank allocates only its own shards.
+    It is sharded. A sampler is whole, and in the precision of the forward pass.
     """
+    # 1. Make the model without storage, so that each rank allocates only its own shards.
     with torch.device("meta"):
         model = Transformer(config, head, args.activation_checkpointing, args.compile)
+    # 2. A sampler is cast. Other models are compiled, then sharded: FSDP2 needs this order.
     if sampler:
         for p in model.parameters():  # Buffers stay float32.
             p.data = p.data.to(getattr(torch, args.dtype))
@@ -2821,12 +2890,14 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
             for block in model.model.layers:
                 block.compile(dynamic=True)
         shard(model, args)
+    # 3. Allocate.
     model.to_empty(device=args.device)
+    # 4. Fill. A weight that nobody initializes later is noticed, because it stays NaN.
     for p in model.parameters():
-        nn.init.constant_(p, math.nan)  # A weight that nobody initializes is noticed.
+        nn.init.constant_(p, math.nan)
     if head == "scalar":
         nn.init.zeros_(model.score.weight)
-    # to_empty has given tied weights two storages, and the buffer `rope` one without content.
+    # 5. Restore what to_empty has lost: tied weights have two storages, the buffer `rope` is empty.
     model.tie_weights()
     model.rope = rope_frequencies(config)[0].to(args.device)
     return model
@@ -2834,7 +2905,7 @@ def build_model(config: PretrainedConfig, head: str, args, sampler=False) -> Tra
 
 def embedded_model(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
     """The default actor, a tiny random Llama, and a tokenizer of the environment's characters."""
-    resets = [env_reset(env, seed) for seed in range(256)]
+    resets = [checked_reset(env, seed) for seed in range(256)]
     texts = [f"{info.get('demonstration', '')}" for _, info in resets]
     texts += [message["content"] for messages, _ in resets for message in messages]
     tokenizer = HFTokenizer.from_texts(texts)
@@ -2976,7 +3047,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
     first = first_training_seed(args, env)
     if args.sft_steps == 0:
         return
-    if "demonstration" not in env_reset(env, first)[1]:
+    if "demonstration" not in checked_reset(env, first)[1]:
         print0("no warm start: the environment gives no demonstrations")
         return
     print0(f"warm start: {args.sft_steps} steps on demonstrations")
@@ -3033,7 +3104,16 @@ def heed_signals():
 
 
 class StopSignals:
-    """From `catch` on, SIGTERM, SIGHUP and Ctrl-C end the run after the current iteration."""
+    """From `catch` on, SIGTERM, SIGHUP and Ctrl-C end the run after the current iteration.
+
+    A handler may run at any point, so it does no more than set `received`. All ranks must stop
+    after the same iteration, so they exchange `received` at the end of each. SIGTERM, which is 15,
+    at rank 1 of two:
+
+                                  during iteration 7     `agree` at its end     after it
+        rank 0                    received = 0           number = 15            stops
+        rank 1    SIGTERM ->      received = 15          number = 15            stops
+    """
 
     def __init__(self):
         self.received = 0  # the signal that this rank has received
@@ -3078,7 +3158,7 @@ class StopSignals:
         self.number = max(of_all_ranks(self.received))
 
 
-def earlier_lines(path: Path, iteration: int) -> Iterator[bytes]:
+def lines_before(path: Path, iteration: int) -> Iterator[bytes]:
     """The lines of earlier iterations. Damaged lines are left out."""
     for line in path.read_bytes().splitlines():
         try:
@@ -3108,7 +3188,7 @@ class Run:
                 # The lines of iterations after the checkpoint will be written again.
                 path = self.path / f"{name}.jsonl"
                 path.touch()
-                write_file(path, b"".join(earlier_lines(path, state.iteration)))
+                write_file(path, b"".join(lines_before(path, state.iteration)))
         if args.track:
             with attempt("start Weights & Biases for --track"):
                 import wandb
@@ -3216,11 +3296,11 @@ def is_complete(path: Path) -> bool:
                 safetensors.safe_open(path / name, "pt")
         return True
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return False  # A file is missing.
     except OSError:
-        raise
-    except Exception:  # damaged
-        return False
+        raise  # The disk does not answer, so all files may be there.
+    except Exception:
+        return False  # A file is damaged.
 
 
 def run_checkpoints(run_folder: Path) -> list[Path]:

@@ -111,7 +111,7 @@ def check_folder(name: str, folder: Path) -> None:
     expected = template(chats, add_generation_prompt=True, return_dict=False)
     lengths = torch.tensor([len(row) for row in ids])
     check(f"ids of chat prompts of {lengths.tolist()} tokens", ids == expected)
-    tokens = tokenizer.tokenizer.encode(DIGITS).tokens[-5:]
+    tokens = tokenizer.backend.encode(DIGITS).tokens[-5:]
     check(f"the last tokens of {DIGITS!r}: {tokens}", tokens == ["4", "8", "ĊĊ", "2", "4"])  # Ċ is a newline
     check(f"eos {tokenizer.hf.eos_token}", tokenizer.eos_id == STOP_IDS[name][0])
     check(f"stop ids {tokenizer.stop_ids}", tokenizer.stop_ids == sorted(STOP_IDS[name]))
@@ -127,7 +127,7 @@ def check_folder(name: str, folder: Path) -> None:
 
     args = ppo_llm.Args(max_prompt_tokens=64, max_new_tokens=32, temperature=0.0)
     decoder = ppo_llm.Decoder(actor, 1, tokenizer.stop_ids, args)
-    (episode,) = ppo_llm.rollout(decoder, tokenizer, [common.Prompts([QUESTION])], [0], [0], -1, args)
+    (episode,) = ppo_llm.rollout_share(decoder, tokenizer, [common.Prompts([QUESTION])], [0], [0], -1, args)
     answer = episode.conversation[-1]["content"]
     check(f"greedy answer to {QUESTION!r}: {answer!r}", "Paris" in answer)
     check(f"it ends: {episode.stop}", episode.stop == "terminated")

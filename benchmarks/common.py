@@ -284,7 +284,7 @@ def forced(ppo, lengths: list[int], after=lambda: None):
     K is `steps_per_wait` of Decoder, on the CPU 1. `after` is called after them. On an accelerator start and end tell
     when they were launched.
     """
-    blocks, limits, made, rollout, begin, step = [], {}, 0, ppo.rollout, ppo.Decoder.begin, ppo.Decoder.step
+    blocks, limits, made, share, begin, step = [], {}, 0, ppo.rollout_share, ppo.Decoder.begin, ppo.Decoder.step
 
     def forced_begin(decoder, rows, episodes, args):
         begin(decoder, rows, episodes, args)
@@ -297,7 +297,7 @@ def forced(ppo, lengths: list[int], after=lambda: None):
         limits.update((key, lengths[i]) for key, i in zip(keys, sample_ids, strict=True))
         tokenizer = copy.copy(tokenizer)
         tokenizer.stop_ids = [decoder.sampler.config.vocab_size]
-        return rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args)
+        return share(decoder, tokenizer, envs, seeds, sample_ids, iteration, args)
 
     def watched_step(decoder, attend):
         nonlocal made
@@ -312,7 +312,7 @@ def forced(ppo, lengths: list[int], after=lambda: None):
 
     with contextlib.ExitStack() as stack:
         patch = lambda *change: stack.enter_context(unittest.mock.patch.object(*change))
-        patch(ppo, "rollout", forced_rollout)
+        patch(ppo, "rollout_share", forced_rollout)
         patch(ppo.Decoder, "begin", forced_begin)
         patch(ppo.Decoder, "step", watched_step)
         yield blocks

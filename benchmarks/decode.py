@@ -57,7 +57,7 @@ class Sides:
         envs = [common.Prompts(self.prompts) for _ in rows]
         self.times.clear()
         with common.forced(ppo_llm, [self.new] * len(rows), lambda: self.times.append(time.perf_counter())):
-            episodes = ppo_llm.rollout(decoder, self.tokenizer, envs, rows, rows, 0, args)
+            episodes = ppo_llm.rollout_share(decoder, self.tokenizer, envs, rows, rows, 0, args)
         return torch.tensor([episode.ids for episode in episodes])
 
     def generate(self, cache: str | None, compiled: bool) -> torch.Tensor:

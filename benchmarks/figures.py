@@ -179,7 +179,7 @@ def iteration() -> str:
     # --- 5. Hand-over.
     step(652, 5, "Hand-over")
     d.arrow((second + half / 2, 610), (second + half / 2, 634))
-    d.box(second, 634, half, 28, ["`hand_over(actor, sampler)"])
+    d.box(second, 634, half, 28, ["`update_sampler(actor, sampler)"])
     d.arrow((right, 648), (right + 14, 648), (right + 14, 18), (365, 18), (365, 40), color=ORANGE)
     d.text(right - 4, 32, "the actor's new weights", size=12, anchor="end", color=ORANGE)
 

@@ -69,7 +69,7 @@ class Bench:
 
         def run():
             envs = [common.Prompts(prompts) for _ in range(count)]
-            ppo.rollout(decoder, self.tokenizer, envs, rows, rows, 0, args)
+            ppo.rollout_share(decoder, self.tokenizer, envs, rows, rows, 0, args)
 
         def after():
             if not first:  # the prompts' forward and the first steps are done

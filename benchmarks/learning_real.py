@@ -74,7 +74,7 @@ class HeldOut:
         greedily = dataclasses.replace(self.args, temperature=0.0)
         once = min(self.N, len(self.envs[0].unwrapped.rows))
         for kind, N, args in ("sampled", self.N, self.args), ("greedy", once, greedily):
-            episodes = ppo_llm.rollout(decoder, self.tokenizer, self.envs, range(N), range(N), -1 - samples, args)
+            episodes = ppo_llm.rollout_share(decoder, self.tokenizer, self.envs, range(N), range(N), -1 - samples, args)
             texts = [[message["content"] for message in episode.conversation] for episode in episodes[:10]]
             point[kind] = {
                 "success": sum(episode.success for episode in episodes) / N,
@@ -90,7 +90,7 @@ class Evaluation:
     """The evaluations of ppo_llm.py, before and after training."""
 
     def __init__(self, folder: str, flags: dict, seed: int):
-        self.args = ppo_llm.complete(ppo_llm.Args(model=folder, seed=seed, device="cpu", **flags))
+        self.args = ppo_llm.fill_in_defaults(ppo_llm.Args(model=folder, seed=seed, device="cpu", **flags))
         self.tokenizer, self.points = ppo_llm.HFTokenizer(folder), []
         self.total = self.args.rollout_batch_size * self.args.n_samples_per_prompt * self.args.num_iterations
 
@@ -187,7 +187,7 @@ def trl_trainer(folder: str, flags: dict, seed: int, runs: str):
     import transformers
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    defaults = ppo_llm.complete(ppo_llm.Args(model=folder, seed=seed, **flags))
+    defaults = ppo_llm.fill_in_defaults(ppo_llm.Args(model=folder, seed=seed, **flags))
     torch.distributed.destroy_process_group()  # TRL makes its own, if any
     env = ppo_llm.gym.make(flags["env_id"], disable_env_checker=True, **json.loads(defaults.env_kwargs))
     N = defaults.rollout_batch_size

@@ -38,7 +38,7 @@ FLAGS = ["--max-prompt-tokens", "16", "--max-new-tokens", "8", "--actor-lr", "5e
 
 def make(kind: str, folder: Path, seed: int):
     """A folder with a random model of the size of the built-in one, and the tokenizer of its task's characters."""
-    resets = [ppo_llm.env_reset(ppo_llm.SortDigits(), seed) for seed in range(256)]
+    resets = [ppo_llm.checked_reset(ppo_llm.SortDigits(), seed) for seed in range(256)]
     texts = [info["demonstration"] for _, info in resets]
     texts += [message["content"] for messages, _ in resets for message in messages]
     tokenizer = ppo_llm.HFTokenizer.from_texts(texts)

@@ -61,7 +61,7 @@ def check(folder: str) -> None:
     decoder = ppo_llm.Decoder(actor, len(ids), tokenizer.stop_ids, args)
     rows = range(len(ids))
     envs = [common.Prompts(QUESTIONS) for _ in rows]
-    episodes = ppo_llm.rollout(decoder, tokenizer, envs, rows, rows, 0, args)
+    episodes = ppo_llm.rollout_share(decoder, tokenizer, envs, rows, rows, 0, args)
     same = sum(e.ids[len(a) :] == b for e, a, b in zip(episodes, ids, answers))
     print(f"greedy answers, up to 48 tokens, a batch beside single ones: {same} of {len(ids)} the same")
 
@@ -108,7 +108,7 @@ def sampled(folder: str, dtype: str, new: int):
     rows = len(QUESTIONS) // ppo_llm.WORLD_SIZE
     decoder = ppo_llm.Decoder(sampler, rows, tokenizer.stop_ids, args)
     envs = [common.Prompts(QUESTIONS) for _ in range(rows)]
-    episodes = ppo_llm.play(decoder, tokenizer, envs, range(len(QUESTIONS)), 0, args)
+    episodes = ppo_llm.rollout(decoder, tokenizer, envs, range(len(QUESTIONS)), 0, args)
     return args, actor, ppo_llm.Experience.from_episodes(episodes)
 
 

@@ -68,7 +68,7 @@ def answers(folder: str, questions: list[str], seeds, iteration: int) -> list[tu
     args = ppo_llm.Args(max_prompt_tokens=64, max_new_tokens=TOKENS)
     decoder = ppo_llm.Decoder(model, 64, tokenizer.stop_ids, args)
     envs = [common.Prompts(questions) for _ in range(64)]
-    episodes = ppo_llm.rollout(decoder, tokenizer, envs, seeds, range(len(seeds)), iteration, args)
+    episodes = ppo_llm.rollout_share(decoder, tokenizer, envs, seeds, range(len(seeds)), iteration, args)
     return [tuple(message["content"] for message in episode.conversation) for episode in episodes]
 
 

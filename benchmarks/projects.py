@@ -115,9 +115,10 @@ class Run:
 
     @property
     def code(self) -> int:
-        """A checksum of all that the command runs besides the script."""
+        """A checksum of all that the command runs besides the script: the lines that patches add, and modules."""
         blocks = dict(self.files)
-        texts = [blocks[name] if name in blocks else (ROOT / name).read_text() for name in self.patches]
+        patches = [blocks[name] if name in blocks else (ROOT / name).read_text() for name in self.patches]
+        texts = ["\n".join(re.findall(r"^[+](?![+]{2} ).*", text, re.M)) for text in patches]
         texts += [text for name, text in self.files if f" {name.removesuffix('.py')}:" in self.command]
         return zlib.crc32("\n".join(texts).encode())
 

@@ -128,7 +128,7 @@ class Bench:
 
         with common.forced(ppo, lengths, after) as blocks, turns.of(name):
             envs = [common.Prompts(self.prompts) for _ in range(count)]
-            episodes = ppo.rollout(decoder, self.tokenizer, envs, seeds, seeds, 0, self.args)
+            episodes = ppo.rollout_share(decoder, self.tokenizer, envs, seeds, seeds, 0, self.args)
             self.synchronize()
         assert [sum(episode.mask) for episode in episodes] == lengths
         steps = len(blocks) * K

@@ -261,7 +261,7 @@ def main() -> None:
         torch.distributed.init_process_group("fake", rank=0, world_size=int(OPTIONS.ranks))
         ppo_llm.WORLD_SIZE = int(OPTIONS.ranks)
         torch.distributed.all_gather_object = gather
-    args = ppo_llm.complete(args)
+    args = ppo_llm.fill_in_defaults(args)
     with device:
         ppo_llm.train(args)
     if ppo_llm.RANK == 0:

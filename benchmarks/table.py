@@ -460,7 +460,7 @@ def guess_number(job: Job) -> dict:
     args = common.ppo_llm.Args(max_prompt_tokens=16, max_new_tokens=24, seed=job.seed)
     decoder = common.ppo_llm.Decoder(model, len(seeds), tokenizer.stop_ids, args)
     envs = [common.gym.make("Guess-v0", disable_env_checker=True) for _ in seeds]
-    episodes = common.ppo_llm.rollout(decoder, tokenizer, envs, seeds, range(len(seeds)), -1, args)
+    episodes = common.ppo_llm.rollout_share(decoder, tokenizer, envs, seeds, range(len(seeds)), -1, args)
     reward = statistics.mean(sum(episode.rewards) for episode in episodes)
     return numbers_of(folder, job.row) | {"reward_by_number": reward}
 

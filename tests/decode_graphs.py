@@ -41,7 +41,7 @@ def rollouts(device, compile):
     memory, played = addresses(decoder), []
     for iteration, args.temperature in enumerate((1.0, 0.7, 0.0, 1.0)):
         envs = make_envs("Endless", math.ceil(3 * getattr(ppo, "ENVS_PER_ROW", 1)))
-        played.append(ppo.rollout(decoder, tokenizer, envs, range(4), range(4), iteration, args))
+        played.append(ppo.rollout_share(decoder, tokenizer, envs, range(4), range(4), iteration, args))
         for p in sampler.parameters():
             p.mul_(1.05)
     return played, decoder.graphs, memory

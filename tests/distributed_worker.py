@@ -44,7 +44,7 @@ def run(ppo, folder, name, flags, fault=None):
     {"kill": [function, number]} is kill -9 before this call of the function."""
     seen, fault = {"models": {}, "reduced": [], "episodes": [], "code": 0}, fault or {}
     send = lambda signum: lambda *_: os.kill(os.getpid(), signum)
-    make_experience, play, reduce = ppo.make_experience, ppo.play, DefaultReduceScatter.__call__
+    make_experience, rollout, reduce = ppo.make_experience, ppo.rollout, DefaultReduceScatter.__call__
 
     def models_seen(**models):
         for key, model in models.items():
@@ -57,7 +57,7 @@ def run(ppo, folder, name, flags, fault=None):
 
     def episodes_seen(decoder, *args):
         models_seen(sampler=decoder and decoder.sampler)
-        episodes = play(decoder, *args)
+        episodes = rollout(decoder, *args)
         seen["episodes"] += [[e.env_seed, e.ids, e.mask, e.stop] for e in episodes]
         return episodes
 
@@ -67,7 +67,7 @@ def run(ppo, folder, name, flags, fault=None):
 
     patches = [
         mock.patch.multiple(ppo, SummaryWriter=mock.DEFAULT, SFT_BATCH_SIZE=16),
-        mock.patch.multiple(ppo, make_experience=experience_seen, play=episodes_seen),
+        mock.patch.multiple(ppo, make_experience=experience_seen, rollout=episodes_seen),
         mock.patch.object(DefaultReduceScatter, "__call__", reduction_seen),
         # With AdamW's 1e-8, a gradient that is zero but for rounding becomes a first step of up to the learning rate.
         mock.patch.object(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, eps=1e-6)),

@@ -125,8 +125,8 @@ BLANKS = {
             Yield an int, `n_tokens`, and the Microbatch objects, as a list or a generator.""")]),
     "packing": Blank("packing samples without padding", [
         Gap("Packing.from_lengths", """
-            Returns cls(shape, place, position, sampled, starts), as in the example above. `lengths` [B] are those of
-            the samples, `mask` is [B, T]. upload(x, device) puts a tensor on the device.""", "T = mask.shape"),
+            Returns cls(shape, flat_index, position, sampled, starts), as in the example above. `lengths` [B] are those
+            of the samples, `mask` is [B, T]. upload(x, device) puts a tensor on the device.""", "T = mask.shape"),
         Gap("Packing.pack", "x.flatten(0, 1) is [B * T, ...]."),
         Gap("Packing.unpack", """
             x.new_zeros(...) is a start, and math.prod(self.shape) is B * T. Gradients must reach x."""),

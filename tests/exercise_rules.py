@@ -707,7 +707,7 @@ def decoder(ppo, logits, temperature=1.0, noise_scale=1.0, keys=None, length=2, 
     rows = lambda x, dtype=torch.int64: torch.full((B,), x, dtype=dtype)
     model = types.SimpleNamespace(next_logits=lambda *_: logits.clone())
     values = dict(
-        sampler=model, cache=None, scratch=S, tokens=torch.zeros(B, S + 1, dtype=torch.int64),
+        sampler=model, cache=None, dummy_position=S, tokens=torch.zeros(B, S + 1, dtype=torch.int64),
         logprobs=torch.zeros(B, S + 1), length=rows(length), limit=rows(S), alive=rows(T, torch.bool),
         noise_keys=ppo.sample_keys(1, 0, range(B)) if keys is None else keys, temperature=tensor(temperature),
         noise_scale=tensor(noise_scale), draws_noise=True, stop_ids=tensor([99]))  # fmt: skip
@@ -773,7 +773,7 @@ def _(ppo):
     holds(not torch.equal(*found), {"logits": "all 0", "length": [2, 3]}, "other tokens", found[1], "tokens at index 3")
 
 
-@rule("sampling", "A finished row writes to the scratch position, and the lengths of the others grow by 1.")
+@rule("sampling", "A finished row writes to the dummy position, and the lengths of the others grow by 1.")
 def _(ppo):
     d = decoder(ppo, tensor([[0.0, 2.0], [0.0, 2.0]]), noise_scale=0.0, alive=tensor([T, False]))
     ppo.sample_token(d, 16)
@@ -993,12 +993,12 @@ def packing_field(ppo, name, expected):
     same(DOCSTRING, expected, getattr(example(ppo), name), name)
 
 
-@rule("packing", "`place` has the indices of the real tokens in the flattened [B, T], without padding.")
+@rule("packing", "`flat_index` has the indices of the real tokens in the flattened [B, T], without padding.")
 def _(ppo):
-    packing_field(ppo, "place", tensor([0, 1, 2, 3, 4, 5]))
+    packing_field(ppo, "flat_index", tensor([0, 1, 2, 3, 4, 5]))
     mask = tensor([[False, T, False], [False, T, T]])
-    got = ppo.Packing.from_lengths(tensor([2, 3]), mask, "cpu").place
-    same({"lengths": [2, 3], "T": 3}, tensor([0, 1, 3, 4, 5]), got, "place")
+    got = ppo.Packing.from_lengths(tensor([2, 3]), mask, "cpu").flat_index
+    same({"lengths": [2, 3], "T": 3}, tensor([0, 1, 3, 4, 5]), got, "flat_index")
 
 
 @rule("packing", "`position` is the index of a token in its own sample: it starts again at 0 with every sample.")
@@ -1035,10 +1035,10 @@ def _(ppo):
 def _(ppo):
     packing, x = example(ppo), tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     expected = tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 0.0, 0.0]])
-    same(DOCSTRING | {"x": x}, expected, packing.unpack(x, packing.place), "unpack(x, place)")
+    same(DOCSTRING | {"x": x}, expected, packing.unpack(x, packing.flat_index), "unpack(x, flat_index)")
     wide = x[:, None].expand(6, 2)
-    got = packing.unpack(wide, packing.place)
-    same(DOCSTRING | {"x": "[6, 2]"}, expected[..., None].expand(2, 4, 2), got, "unpack(x, place)")
+    got = packing.unpack(wide, packing.flat_index)
+    same(DOCSTRING | {"x": "[6, 2]"}, expected[..., None].expand(2, 4, 2), got, "unpack(x, flat_index)")
 
 
 @rule("packing", "`unpack_sampled` does so with one number for each sampled token.")
@@ -1055,7 +1055,7 @@ def _(ppo):
 @rule("packing", "Gradients go back through `pack` and `unpack`.")
 def _(ppo):
     packing, x = example(ppo), torch.ones(2, 4, requires_grad=True)
-    (packing.unpack(packing.pack(x), packing.place) * 2).sum().backward()
+    (packing.unpack(packing.pack(x), packing.flat_index) * 2).sum().backward()
     same(DOCSTRING, tensor([[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 0.0, 0.0]]), x.grad, "gradient of x")
 
 

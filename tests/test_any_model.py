@@ -344,7 +344,7 @@ def test_continuous_batching_samples_the_same(tmp_path, flags, name):
         tokenizer, actor = ppo.load_model(args.model, "lm", args)
         envs = [ppo.gym.make(args.env_id, disable_env_checker=True) for _ in range(4)]
         decoder = ppo.Decoder(ppo.copy_model(actor, args, sampler=True), 4, tokenizer.stop_ids, args)
-        episodes.append(ppo.rollout(decoder, tokenizer, envs, range(10), range(10), 0, args))
+        episodes.append(ppo.rollout_share(decoder, tokenizer, envs, range(10), range(10), 0, args))
     for one, two in zip(*episodes, strict=True):
         assert one.ids == two.ids and one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
     assert any(len(e.response_starts) > 1 for e in episodes[0])

@@ -81,7 +81,7 @@ def test_help_shows_the_defaults_that_depend_on_the_model(ppo, capsys):
     with mock.patch.object(sys, "argv", [ppo.__file__, "--help"]), pytest.raises(SystemExit):
         main(ppo)
     text = " ".join(capsys.readouterr().out.split())
-    for without, with_model in ppo.DEFAULTS.values():
+    for without, with_model in ppo.DEFAULTS_BY_MODEL.values():
         shown = f"default: {with_model:g} if --model is given, else {without:g}"
         assert shown.replace("e-0", "e-").replace("0.0005", "5e-4") in text
 
@@ -250,7 +250,7 @@ def test_a_state_that_is_not_json_is_refused_in_the_first_iteration(ppo, tmp_pat
 ])  # fmt: skip
 def test_model_whose_config_does_not_fit(ppo, tmp_path, part, changes):
     path = tmp_path / "model"
-    tokenizer, model = ppo.embedded_model(ppo.complete(ppo.Args()), ppo.SortDigits())
+    tokenizer, model = ppo.embedded_model(ppo.fill_in_defaults(ppo.Args()), ppo.SortDigits())
     ppo.save_hf_checkpoint(model, tokenizer, path)
     config = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps(config))

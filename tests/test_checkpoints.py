@@ -113,20 +113,21 @@ def test_a_run_resumed_with_other_sizes_goes_on_with_its_prompts_and_schedules(p
     assert seeds == list(range(first, first + 2 * 8 + (N - 2) * flags["rollout_batch_size"]))
     rate = lambda progress: pytest.approx(1e-3 * (1 - 0.8 * progress))
     for i, row in list(enumerate(lines(tmp_path / "run")))[2:]:
-        steps, plan = row["ratio/steps"], ppo.plan_steps(ppo.complete(ppo.Args(**flags)))
+        steps, plan = row["ratio/steps"], ppo.plan_steps(ppo.fill_in_defaults(ppo.Args(**flags)))
         rates = [rate((i - warmup + step / plan.update_steps) / (N - warmup)) for step in range(plan.update_steps)]
         assert [step["lr"] for step in steps] == rates
         assert row["critic/lr"] == rate((i + (plan.critic_steps - 1) / plan.critic_steps / 2) / N)  # the mean
 
 
 def test_a_rollout_without_a_reward_leaves_weights_and_moments_alone(ppo, tmp_path):
-    plays, play, step = [], ppo.play, ppo.env_step
+    plays, rollout, step = [], ppo.rollout, ppo.checked_step
 
     def step_without_reward(env, response):
         messages, reward, *rest = step(env, response)
         return messages, reward if len(plays) == 1 else None, *rest
 
-    with mock.patch.multiple(ppo, env_step=step_without_reward, play=lambda *rest: plays.append(0) or play(*rest)):
+    counted = lambda *rest: plays.append(0) or rollout(*rest)
+    with mock.patch.multiple(ppo, checked_step=step_without_reward, rollout=counted):
         run = train(ppo, tmp_path, eval_episodes=0)
     assert iterations(run) == [2, 3] and [row["objective/unscored"] for row in lines(run)] == [0, 1, 1]
     assert [len(row["ratio/steps"]) for row in lines(run)] == [4, 0, 0]

@@ -116,7 +116,7 @@ def test_spare_environments_are_made_like_the_others(ppo):
     tokenizer = ppo.HFTokenizer.from_texts(["0123456789="])
     decoder = ppo.Decoder(random_model(ppo, tokenizer), ppo.decoder_rows(args), tokenizer.stop_ids, args)
     with ppo.make_envs(args) as envs:
-        episodes = ppo.play(decoder, tokenizer, envs, range(9), 0, args)
+        episodes = ppo.rollout(decoder, tokenizer, envs, range(9), 0, args)
     assert [episode.prompt_length for episode in episodes] == [4] * 9
     assert len(envs) == (5 if ppo is continuous else 4)
     assert {(env.unwrapped.digits, env.spec.disable_env_checker) for env in envs} == {(3, True)}

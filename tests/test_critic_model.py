@@ -45,7 +45,7 @@ def test_it_starts_from_a_classifier_of_another_size_and_its_export_can_be_the_n
 
     exported = tensors_of(run / "critic")
     assert not torch.equal(exported["score.weight"], classifier.score.weight)  # it has learned
-    args = ppo.complete(ppo.Args(**flags, critic_model=str(run / "critic"), device="cpu"))
+    args = ppo.fill_in_defaults(ppo.Args(**flags, critic_model=str(run / "critic"), device="cpu"))
     critic = ppo.build_critic(*reversed(ppo.build_actor(args, ppo.SortDigits())), args)
     assert all(torch.equal(x, exported[name]) for name, x in critic.named_parameters())
 

@@ -363,12 +363,12 @@ def test_environments_of_others(ppo, title, package, kwargs, answers):
     module = example(title)
     [env_class] = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, environments.gym.Env)]
     envs = [env_class(**kwargs) for _ in range(16)]
-    prompts = lambda: [messages for messages, _ in threads.starmap(ppo.env_reset, [(env, i % 8) for i, env in enumerate(envs)])]  # noqa: E501
+    prompts = lambda: [messages for messages, _ in threads.starmap(ppo.checked_reset, [(env, i % 8) for i, env in enumerate(envs)])]  # noqa: E501
     with ThreadPool(16) as threads:
         first = prompts()
         assert first == prompts() and first[:8] == first[8:]
     for answer in answers:
-        messages, reward, end, info = ppo.env_step(envs[0], answer)
+        messages, reward, end, info = ppo.checked_step(envs[0], answer)
         ppo.to_float(reward, "reward")
         if end:
             break

@@ -54,7 +54,7 @@ FAULTS = {  # name: (flags, cause, function of the script, what replaces it)
     "healthy": ({}, None),
     "NaN in the statistics alone": ({}, None, "policy_loss", nan_statistics),
     "warm-up": (dict(critic_warmup_iterations=2), "critic_warmup"),
-    "empty mask": ({}, "empty_mask", "play", lambda play, *args, kept: [
+    "empty mask": ({}, "empty_mask", "rollout", lambda play, *args, kept: [
         dataclasses.replace(episode, mask=[False] * len(episode.ids)) for episode in play(*args)]),
     "dropout in the second iteration": ({}, "forward_mismatch", *in_training(dropout, after=4)),
     "target KL": (dict(target_kl=1e-9), "kl_early_stop"),
@@ -151,7 +151,7 @@ def test_first_ratio_is_one_and_then_moves(ppo, tmp_path, flags):
 @pytest.mark.parametrize("recompute", [True, False])
 def test_old_logprobs_are_those_of_the_actor_or_of_the_sampler(ppo, tmp_path, recompute):
     add = lambda e: dataclasses.replace(e, logprobs=[x + 0.1 * sampled for x, sampled in zip(e.logprobs, e.mask)])
-    with mock.patch.object(ppo, "play", changed(ppo.play, lambda episodes: [*map(add, episodes)])):
+    with mock.patch.object(ppo, "rollout", changed(ppo.rollout, lambda episodes: [*map(add, episodes)])):
         run = record(ppo, tmp_path, recompute_old_logprobs=recompute, kl_coef=0.1)
     row = run.rows[0]
     kl = 0 if recompute else 0.1 * row["objective/response_tokens"]  # of what the ratio calls old

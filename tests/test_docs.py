@@ -50,7 +50,7 @@ def test_the_loop_of_the_front_page_is_that_of_the_script():
 
 
 def test_the_plan_on_the_pages_is_that_of_the_defaults(ppo, capsys):
-    args = ppo.complete(ppo.Args(device="cpu"))
+    args = ppo.fill_in_defaults(ppo.Args(device="cpu"))
     ppo.print_plan(args, ppo.plan_steps(args), *[[types.SimpleNamespace(unwrapped=None)]] * 2)
     printed = capsys.readouterr().out.splitlines()
     [whole] = re.findall(r"```\n(  models .*?)```", (ROOT / "docs" / "reading_a_run.md").read_text(), re.DOTALL)
@@ -64,7 +64,7 @@ def test_the_plan_on_the_pages_is_that_of_the_defaults(ppo, capsys):
 
 def test_the_defaults_beside_those_of_other_projects(ppo):
     rows = re.findall(r"(?m)^\| (`.*?) \| ", (ROOT / "docs" / "coming_from.md").read_text())
-    args = vars(ppo.Args()) | {name: with_model for name, (_, with_model) in ppo.DEFAULTS.items()}
+    args = vars(ppo.Args()) | {name: with_model for name, (_, with_model) in ppo.DEFAULTS_BY_MODEL.items()}
     found = [
         (name, number)
         for row in rows
@@ -116,7 +116,7 @@ def test_commands_and_flags_exist(ppo, name):
 
 def test_defaults_are_those_of_the_table(ppo):
     """Adam's are those of PyTorch, but without weight decay."""
-    args = vars(ppo.Args()) | {name: with_model for name, (_, with_model) in ppo.DEFAULTS.items()}
+    args = vars(ppo.Args()) | {name: with_model for name, (_, with_model) in ppo.DEFAULTS_BY_MODEL.items()}
     table = (ROOT / "docs/coming_from.md").read_text().split("## Names elsewhere")[1]
     cells = "; ".join(["gamma = 1; gae_lambda = 1; clip_low = 0.2", *re.findall(r"^\| (`.*?) \|", table, re.M)])
     found = re.findall(r"(\w+) = ([\d.e-]+|on|off|none)(?=[;,]|$)", cells.replace("`", ""))

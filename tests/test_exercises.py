@@ -124,8 +124,9 @@ WRONG = {
     "shift": [
         ("no_shift_by_one", "one token earlier"),
         ("first_sampled_token_from_another_sample", "one token earlier"),
-        (("return x[packing.sampled - 1]", "return x[packing.place[packing.sampled] - 1]"), "one token earlier"),
-        (("return x[packing.sampled - 1]", "return packing.unpack(x, packing.place)"), "The result is [m, hidden]"),
+        (("return x[packing.sampled - 1]", "return x[packing.flat_index[packing.sampled] - 1]"), "one token earlier"),
+        (("return x[packing.sampled - 1]", "return packing.unpack(x, packing.flat_index)"),
+         "The result is [m, hidden]"),
         (("x = self.hidden_states(packing.pack(tokens), packing.position, packing=packing)",
           "x = self.hidden_states(packing.pack(tokens)[None], packing.position[None])[0]"),
          "see nothing of the sample before it"),
@@ -171,10 +172,10 @@ WRONG = {
     "packing": [
         ("positions_run_on_over_samples", "starts again at 0"),
         ("places_of_the_mask_alone", "without padding"),
-        (("sampled = mask.flatten()[place].nonzero()[:, 0]", "sampled = mask.flatten().nonzero()[:, 0]"),
+        (("sampled = mask.flatten()[flat_index].nonzero()[:, 0]", "sampled = mask.flatten().nonzero()[:, 0]"),
          "among the n packed"),
         (("starts = F.pad(lengths.cumsum(0), (1, 0)).int()", "starts = F.pad(lengths.cumsum(0), (1, 0))"), "as int32"),
-        (("return self.unpack(x, self.place[self.sampled]).clone()", "return self.unpack(x, self.sampled).clone()"),
+        (("self.unpack(x, self.flat_index[self.sampled]).clone()", "self.unpack(x, self.sampled).clone()"),
          "one number for each sampled token"),
     ],
     "gradient": [

@@ -94,16 +94,16 @@ def test_a_tilde_is_the_home_of_the_user(ppo, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert ppo.locate_model("~/model") == str(tmp_path / "model")
-    assert ppo.complete(ppo.Args(log_dir="~/runs")).log_dir == str(tmp_path / "runs")
-    assert ppo.complete(ppo.Args(resume="~/iter_000001")).resume == str(tmp_path / "iter_000001")
+    assert ppo.fill_in_defaults(ppo.Args(log_dir="~/runs")).log_dir == str(tmp_path / "runs")
+    assert ppo.fill_in_defaults(ppo.Args(resume="~/iter_000001")).resume == str(tmp_path / "iter_000001")
 
 
 def test_a_checkpoint_is_found_although_user_code_changes_the_working_directory(ppo, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    args = ppo.complete(ppo.Args(resume="iter_000001"))
+    args = ppo.fill_in_defaults(ppo.Args(resume="iter_000001"))
     monkeypatch.chdir("/")
     assert ppo.find_checkpoint(args) == tmp_path / "iter_000001"
-    assert ppo.complete(ppo.Args(resume="auto", run_name="run")).resume == "auto"
+    assert ppo.fill_in_defaults(ppo.Args(resume="auto", run_name="run")).resume == "auto"
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
@@ -118,7 +118,7 @@ def test_a_rank_without_a_world_is_refused(ppo, tmp_path, monkeypatch, name):
 def test_a_run_on_another_thread_leaves_the_handlers_of_signals_alone(ppo, tmp_path):
     handlers = lambda: [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     before, seen = handlers(), []
-    with on_call(ppo, "play", 1, lambda *_: seen.append(handlers())), ThreadPoolExecutor(1) as threads:
+    with on_call(ppo, "rollout", 1, lambda *_: seen.append(handlers())), ThreadPoolExecutor(1) as threads:
         run = threads.submit(record, ppo, tmp_path).result()
     assert run.summary["status"] == "completed" and seen == [before]
 
@@ -246,7 +246,7 @@ def test_what_is_no_bool_is_refused(ppo, terminated, truncated, success):
     env = types.SimpleNamespace(step=lambda _: ("", 1.0, terminated, truncated, {"success": success}))
     flags = re.escape(repr((terminated, truncated, success)))
     with pytest.raises(ValueError, match=f"terminated, truncated and success must be True or False, not {flags}"):
-        ppo.env_step(env, "a")
+        ppo.checked_step(env, "a")
 
 
 def test_numbers_are_found_in_the_latex_of_models(ppo):
@@ -403,7 +403,7 @@ def test_without_a_token_that_spans_both_texts_the_ids_are_those_of_the_whole(pp
     for _ in range(200):
         text = " ".join(draw.choices(WORDS, k=6))
         cut = draw.randrange(1, len(text))
-        encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
+        encoding = tokenizer.backend.encode(text, add_special_tokens=False)
         offsets = list(zip(encoding.ids, encoding.offsets))
         starts = [a - (kind == "bytes" and text[a - 1 : a] == " ") for _, (a, _) in offsets]  # with the space
         if cut in starts:

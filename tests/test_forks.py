@@ -34,7 +34,7 @@ FLAGS = dict(num_iterations=2, rollout_batch_size=8, n_samples_per_prompt=2, tra
              kl_coef=0.1)  # fmt: skip
 # Their old log-probs are those of the sampler, or their minibatches are not those in which the samples were scored.
 ROUNDED = {"sao", "bpco", "best_and_worst"}
-RECORDED = ("build_actor", "build_critic", "play", "make_experience", "minibatches", "policy_loss")
+RECORDED = ("build_actor", "build_critic", "rollout", "make_experience", "minibatches", "policy_loss")
 
 
 def apply(patches, folder, script="ppo_llm"):
@@ -395,7 +395,7 @@ def test_dapo_leaves_out_equal_groups_and_samples_that_were_cut_off(tmp_path):
     cut[8:12] = False
 
     def some_cut_off_some_without_a_reward(ppo):
-        play = ppo.play
+        play = ppo.rollout
 
         def played(*args):
             episodes = play(*args)
@@ -405,7 +405,7 @@ def test_dapo_leaves_out_equal_groups_and_samples_that_were_cut_off(tmp_path):
                 episode.mask = [x and k != 9 for x in episode.mask]  # so that no reward is left in the third one
             return episodes
 
-        ppo.play = played
+        ppo.rollout = played
 
     ppo = train(script, some_cut_off_some_without_a_reward, n_samples_per_prompt=4, kl_coef=0.0)
     e, (kept, *_) = experiences(ppo)[0], ppo.calls["minibatches"][0][0]

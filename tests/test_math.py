@@ -212,8 +212,8 @@ def test_the_output_one_earlier_predicts_a_sampled_token_and_values_its_state(pp
             close(ppo.forward_all(function, e, minibatches, args), correct, 1e-5)
         assert not ppo.forward_all(function, e, [torch.tensor([0, 1])], args)[2:].any()
         mb = e.microbatch(torch.arange(5), "cpu")
-        assert len(mb.packing.place) == mb.packing.starts[-1] == e.lengths.sum()
-        for name in ("position", "place", "sampled"):
+        assert len(mb.packing.flat_index) == mb.packing.starts[-1] == e.lengths.sum()
+        for name in ("position", "flat_index", "sampled"):
             packing = dataclasses.replace(mb.packing, **{name: (getattr(mb.packing, name) - 1).clamp(min=0)})
             assert (function(dataclasses.replace(mb, packing=packing)) - correct).abs().max() > 0.01
 

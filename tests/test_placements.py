@@ -60,7 +60,7 @@ def sample_late(monkeypatch):
             handed.append([p.detach().clone() for p in model.parameters()])
         return copy_model(model, args, sampler)
 
-    def hand_over(actor, sampler):
+    def update_sampler(actor, sampler):
         handed.append([p.detach().clone() for p in actor.parameters()])
         for p, older in zip(sampler.parameters(), handed[-2]):
             p.data.copy_(older)
@@ -73,7 +73,7 @@ def sample_late(monkeypatch):
         assert len(handed) != 2 or weights.max() > 2  # the weights matter, and so does their limit
         return dataclasses.replace(e, advantages=e.advantages * weights.clamp(max=2))
 
-    for name, changed in dict(copy_model=make, hand_over=hand_over, make_experience=weighed).items():
+    for name, changed in dict(copy_model=make, update_sampler=update_sampler, make_experience=weighed).items():
         monkeypatch.setattr(ppo_llm, name, changed)
 
 

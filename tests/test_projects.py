@@ -49,7 +49,7 @@ def test_the_commands_of_the_page_are_valid(patch, tmp_path, monkeypatch):
     ppo = load(tmp_path / "ppo_llm.py") if patch else importlib.import_module("ppo_llm")
     for run in runs:
         args = tyro.cli(ppo.Args, args=flags_of(run))
-        with ppo.make_envs(ppo.complete(args)) as envs:
+        with ppo.make_envs(ppo.fill_in_defaults(args)) as envs:
             pass
         prompt, info = envs[0].reset(seed=ppo.FIRST_TRAINING_SEED)
         assert prompt.endswith("=") and len(envs[0].step(info["demonstration"])) == 5
@@ -186,7 +186,7 @@ def trained(patch, folder, prepare=lambda ppo: None, **flags):
 
 def test_the_curriculum_has_a_level_for_each_fifth_of_the_run_and_two_for_the_last(environment, tmp_path):
     ppo = trained("curriculum.patch", tmp_path, num_iterations=5, env_id="levels:Levels-v0")
-    rollouts = [episodes for (*_, iteration, _), episodes in ppo.calls["play"] if iteration >= 0]
+    rollouts = [episodes for (*_, iteration, _), episodes in ppo.calls["rollout"] if iteration >= 0]
     assert [{e.prompt_length for e in episodes} for episodes in rollouts] == [{3}, {4}, {5}, {6}, {6}]
 
 
@@ -215,7 +215,7 @@ def test_the_length_penalty_is_in_the_returns_and_not_in_the_logged_reward(succe
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_sampler_has_another_precision_than_the_actor(recompute, tmp_path):
     ppo = trained("sampler.patch", tmp_path, sampler_dtype="bfloat16", recompute_old_logprobs=recompute)
-    (decoder, *_), _ = ppo.calls["play"][-1]
+    (decoder, *_), _ = ppo.calls["rollout"][-1]
     (_, (_, actor)), = ppo.calls["build_actor"]  # fmt: skip
     assert {p.dtype for p in decoder.sampler.parameters()} == {torch.bfloat16} != {p.dtype for p in actor.parameters()}
     for e in experiences(ppo):
@@ -224,7 +224,7 @@ def test_the_sampler_has_another_precision_than_the_actor(recompute, tmp_path):
 
 def test_the_weights_of_the_sampler_are_rounded_to_few_bits(tmp_path):
     ppo = trained("sampler.patch", tmp_path, sampler_bits=3)
-    (decoder, *_), _ = ppo.calls["play"][-1]
+    (decoder, *_), _ = ppo.calls["rollout"][-1]
     (_, (_, actor)), = ppo.calls["build_actor"]  # fmt: skip
     for rounded, p in zip(decoder.sampler.parameters(), actor.parameters(), strict=True):
         assert len(rounded.unique()) <= 2**3 - 1

@@ -43,7 +43,7 @@ def test_scores_are_those_of_transformers(ppo, tmp_path, family):
     if "padding" in family:
         config, last = tmp_path / "config.json", ppo.HFTokenizer(folder).encode_conversation(CONVERSATIONS[0])[-1]
         config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": last}))
-    args = ppo.complete(ppo.Args(reward_model=folder, device="cpu"))
+    args = ppo.fill_in_defaults(ppo.Args(reward_model=folder, device="cpu"))
     episodes = [ppo.Episode(env_seed=0, rewards=[0.25, 0.5], conversation=turns) for turns in CONVERSATIONS]
     ppo.set_scores(episodes, ppo.frozen_model(folder, "scalar", args), args)
     expected = scores_of_transformers(folder, CONVERSATIONS)

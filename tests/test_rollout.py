@@ -62,7 +62,7 @@ def run(ppo, actor, tokenizer, env="TextEnv", samples=6, ids=None, iteration=0, 
     envs = make_envs(env, math.ceil(per_row * args.rollout_slots)) if isinstance(env, str) else env
     decoder = ppo.Decoder(actor, min(args.rollout_slots, len(envs)), tokenizer.stop_ids, args)
     decoder.steps_per_wait = steps  # between two looks at the tokens: 8 on a GPU
-    return ppo.rollout(decoder, tokenizer, envs, seeds, sample_ids, iteration, args)
+    return ppo.rollout_share(decoder, tokenizer, envs, seeds, sample_ids, iteration, args)
 
 
 chat = lambda *turns: [{"role": role, "content": content} for role, content in turns]

@@ -132,10 +132,10 @@ def shifted(episodes):
 
 SAMPLERS = {  # name: (flags, whether it is warned of, functions of the script and what replaces them)
     "healthy": (dict(), False, {}),
-    "of the old weights": (dict(), True, dict(hand_over=lambda actor, sampler: 1.0)),
-    "shifted by one": (dict(), True, dict(play=shifted)),
+    "of the old weights": (dict(), True, dict(update_sampler=lambda actor, sampler: 1.0)),
+    "shifted by one": (dict(), True, dict(rollout=shifted)),
     "healthy, its log-probs are the old ones": (dict(recompute_old_logprobs=False), False, {}),
-    "shifted by one, its log-probs are the old ones": (dict(recompute_old_logprobs=False), True, dict(play=shifted)),
+    "shifted by one, its log-probs are the old ones": (dict(recompute_old_logprobs=False), True, dict(rollout=shifted)),
 }
 
 
@@ -143,7 +143,7 @@ SAMPLERS = {  # name: (flags, whether it is warned of, functions of the script a
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_sampler_that_is_not_the_actor_is_warned_of_once(ppo, tmp_path, name, dtype):
     flags, warned, patches = SAMPLERS[name]
-    patches = {key: changed(ppo.play, f) if key == "play" else f for key, f in patches.items()}
+    patches = {key: changed(ppo.rollout, f) if key == "rollout" else f for key, f in patches.items()}
     with mock.patch.multiple(ppo, **patches) if patches else contextlib.nullcontext():
         seen = record(ppo, tmp_path, **flags, actor_lr=0.05, dtype=dtype, ppo_epochs=1, critic_epochs=0)
     assert [text.startswith(WARNING) for text in seen.printed].count(True) == warned
@@ -425,7 +425,7 @@ def test_flags_out_of_range(ppo, tmp_path, flags, error):
 
 
 def test_flags_at_the_ends_of_their_range(ppo):
-    ppo.complete(ppo.Args(gae_lambda=1, gamma=0, lr_end=1, critic_lambda=0.0, dual_clip=1.01, kl_loss="k2"))
+    ppo.fill_in_defaults(ppo.Args(gae_lambda=1, gamma=0, lr_end=1, critic_lambda=0.0, dual_clip=1.01, kl_loss="k2"))
 
 
 def test_only_a_second_ctrl_c_stops_at_once(ppo):
@@ -446,7 +446,7 @@ def test_only_a_second_ctrl_c_stops_at_once(ppo):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_last_evaluation(ppo, tmp_path, number, code):
-    with on_call(ppo, "play", 3 + 2, lambda *_: signal.raise_signal(number)):  # after 2 of an evaluation and 2 rollouts
+    with on_call(ppo, "rollout", 3 + 2, lambda *_: signal.raise_signal(number)):  # after 2 of an evaluation and 2 more
         seen = record(ppo, tmp_path, save_every=9)
     summary = json.loads((seen.folder / "summary.json").read_text())
     assert (seen.code, summary["status"], summary["iterations"]) == (code, "interrupted", 2)
@@ -494,15 +494,15 @@ def test_without_evaluations_there_are_no_environments_for_them(ppo, tmp_path, e
 def test_dtype_auto_is_bfloat16_where_the_gpu_has_it(ppo, capability, expected):
     cuda = mock.patch.multiple(ppo.torch.cuda, is_available=lambda: True, get_device_capability=lambda: capability)
     with cuda, mock.patch.object(ppo, "connect"):
-        args = ppo.complete(ppo.Args(compile="off"))
+        args = ppo.fill_in_defaults(ppo.Args(compile="off"))
         assert (args.device, args.dtype) == ("cuda", expected)
-        assert ppo.complete(ppo.Args(compile="off", dtype="float32")).dtype == "float32"
+        assert ppo.fill_in_defaults(ppo.Args(compile="off", dtype="float32")).dtype == "float32"
         if expected == "float32":
             with pytest.raises(ppo.UserError, match="--dtype bfloat16: this GPU, from before Ampere, has no bfloat16"):
-                ppo.complete(ppo.Args(compile="off", dtype="bfloat16"))
+                ppo.fill_in_defaults(ppo.Args(compile="off", dtype="bfloat16"))
         else:
-            assert ppo.complete(ppo.Args(compile="off", dtype="bfloat16")).dtype == "bfloat16"
-    assert ppo.complete(ppo.Args(device="cpu")).dtype == "float32"
+            assert ppo.fill_in_defaults(ppo.Args(compile="off", dtype="bfloat16")).dtype == "bfloat16"
+    assert ppo.fill_in_defaults(ppo.Args(device="cpu")).dtype == "float32"
 
 
 def test_every_pass_over_the_prompts_has_all_of_them_in_an_order_of_its_own(ppo, tmp_path):
@@ -532,14 +532,14 @@ def test_training_seeds_are_above_those_of_evaluations(ppo):
 
 def test_an_end_that_is_both_is_terminated(ppo):
     env = types.SimpleNamespace(step=lambda _: ("", 1.0, True, True, {}))
-    assert ppo.env_step(env, "a") == ([], 1.0, "terminated", {})
+    assert ppo.checked_step(env, "a") == ([], 1.0, "terminated", {})
 
 
 # --- Exports, Mistral
 
 
 def test_an_export_is_replaced_only_by_a_complete_one(ppo, tmp_path):
-    tokenizer, model = ppo.embedded_model(ppo.complete(ppo.Args()), ppo.SortDigits())
+    tokenizer, model = ppo.embedded_model(ppo.fill_in_defaults(ppo.Args()), ppo.SortDigits())
     path, first = tmp_path / "model", copy.deepcopy(model)
     ppo.save_hf_checkpoint(model, tokenizer, path)
     with torch.no_grad():
@@ -735,7 +735,7 @@ def test_arguments_of_the_chat_template_reach_the_actor(ppo, tmp_path):
     (folder / "chat_template.jinja").write_text(THINKS)
     for kwargs, thinks in ("{}", True), ('{"enable_thinking": false}', False):
         args = ppo.Args(model=str(folder), chat_template_kwargs=kwargs, max_new_tokens=9, max_prompt_tokens=9)
-        tokenizer, _ = ppo.build_actor(ppo.complete(args), None)
+        tokenizer, _ = ppo.build_actor(ppo.fill_in_defaults(args), None)
         assert tokenizer.render(ppo.as_messages("a")).endswith("<think>\n\n</think>\n\n") != thinks
 
 
@@ -743,13 +743,13 @@ def test_no_prompt_is_left_out_between_two_iterations(ppo, tmp_path):
     seen = record(ppo, tmp_path, n_samples_per_prompt=4, rollout_batch_size=2, eval_episodes=0)
     first = ppo.first_training_seed(ppo.Args(), ppo.SortDigits())
     expected = [[first + 2 * i + k for k in (0, 0, 0, 0, 1, 1, 1, 1)] for i in range(2)]
-    assert [call["seeds"] for call in seen.calls["play"]] == expected
+    assert [call["seeds"] for call in seen.calls["rollout"]] == expected
 
 
 def test_the_kl_penalty_is_that_of_the_old_logprobs_at_the_temperature_of_the_rollout(ppo, tmp_path):
     """The sampler's are made wrong by 0.1. At first the reference is the actor."""
     add = lambda e: dataclasses.replace(e, logprobs=[x + 0.1 * sampled for x, sampled in zip(e.logprobs, e.mask)])
-    with mock.patch.object(ppo, "play", changed(ppo.play, lambda episodes: [*map(add, episodes)])):
+    with mock.patch.object(ppo, "rollout", changed(ppo.rollout, lambda episodes: [*map(add, episodes)])):
         seen = record(ppo, tmp_path, kl_coef=0.1, temperature=0.6, actor_lr=0.01)
     assert abs(seen.rows[0]["objective/kl"]) < 1e-5 and abs(seen.rows[1]["objective/kl"]) > 1e-3
     for call, e in zip(seen.calls["compute_gae"], seen.experiences, strict=True):

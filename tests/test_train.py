@@ -44,7 +44,7 @@ def changed(function, change):
     return functools.wraps(function)(lambda *args, **kwargs: change(function(*args, **kwargs)))
 
 
-WATCHED = "make_optimizer play make_experience compute_gae policy_loss value_loss kl_estimate print0".split()
+WATCHED = "make_optimizer rollout make_experience compute_gae policy_loss value_loss kl_estimate print0".split()
 
 
 def record(ppo, folder, tensorboard=False, **flags):
@@ -90,7 +90,7 @@ def record(ppo, folder, tensorboard=False, **flags):
     run.models, run.rows = models(), lines(run.folder)
     run.printed = [call["text"] for call in calls["print0"]]
     run.experiences, run.episodes = ([call[key] for call in calls["make_experience"]] for key in ("result", "episodes"))
-    run.evaluations = [(call["result"], call["args"]) for call in calls["play"] if call["iteration"] < 0]
+    run.evaluations = [(call["result"], call["args"]) for call in calls["rollout"] if call["iteration"] < 0]
     return run
 
 
@@ -122,7 +122,7 @@ def assert_same_metrics(rows, others, tolerance=1e-5):
 def test_counted_optimizer_steps_are_those_of_the_plan(ppo, run, flags, actor, critic):
     seen = run(**flags)
     names = [name for name, *_ in seen.steps]
-    args = ppo.complete(ppo.Args(**(SMALL | flags)))
+    args = ppo.fill_in_defaults(ppo.Args(**(SMALL | flags)))
     plan = ppo.plan_steps(args)
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     assert plan.update_steps == samples * args.ppo_epochs / args.train_batch_size
@@ -244,9 +244,9 @@ def test_a_fork_may_leave_tokens_out_of_the_mask(ppo, tmp_path, capsys):
 
 def test_evaluations_have_noise_and_environments_of_their_own_and_the_newest_weights(run):
     seen = run(env_id="environments:Constant-v0", env_kwargs='{"reward": 1}', eval_env_kwargs='{"reward": 2}')
-    assert [call["iteration"] for call in seen.calls["play"]] == [-1, -1, 0, 1, -3, -3]
+    assert [call["iteration"] for call in seen.calls["rollout"]] == [-1, -1, 0, 1, -3, -3]
     assert {row["objective/reward"] for row in seen.rows} == {1} and seen.summary["eval_before"]["reward"] == 2
-    assert torch.equal(weights(seen.calls["play"][-1]["decoder"].sampler), weights(seen.models["actor"]))
+    assert torch.equal(weights(seen.calls["rollout"][-1]["decoder"].sampler), weights(seen.models["actor"]))
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(ppo, tmp_path):
@@ -277,9 +277,9 @@ def test_an_entropy_without_a_coefficient_is_not_in_the_loss(ppo, tmp_path):
 
 def test_the_line_of_an_iteration_names_the_share_of_samples_without_a_reward(ppo, tmp_path, capsys):
     """A function without a return gives None. The first of two iterations has no reward, and the second has all."""
-    step, steps = ppo.env_step, itertools.count()
+    step, steps = ppo.checked_step, itertools.count()
     some = lambda text, reward, *rest: (text, reward if next(steps) >= 8 else None, *rest)
-    with mock.patch.object(ppo, "env_step", lambda *args: some(*step(*args))):
+    with mock.patch.object(ppo, "checked_step", lambda *args: some(*step(*args))):
         seen = record(ppo, tmp_path, eval_episodes=0)
     assert [row["objective/unscored"] for row in seen.rows] == [1, 0]
     text = capsys.readouterr().out
@@ -344,8 +344,8 @@ def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_referen
     """At temperature 1, with a rate that falls to 0, on the demonstrations of the prompts that train first."""
     trained, flags = [], dict(kl_coef=0.1, sft_steps=2, num_iterations=1, temperature=0.5, actor_lr=1e-3)
     look = lambda _, mb, temperature: trained.extend([*mb.mask.sum(1).tolist(), temperature])
-    reset, seen_by = mock.Mock(wraps=ppo.env_reset), on_call(ppo.Transformer, "sampled_logprobs", 1, look)
-    with seen_by, mock.patch.object(ppo, "env_reset", reset):
+    reset, seen_by = mock.Mock(wraps=ppo.checked_reset), on_call(ppo.Transformer, "sampled_logprobs", 1, look)
+    with seen_by, mock.patch.object(ppo, "checked_reset", reset):
         seen = record(ppo, tmp_path, **flags)
     assert trained == [len("fab") + 1] * 16 + [1.0]  # and their end
     seeds = [call.args[1] for call in reset.call_args_list]
@@ -363,7 +363,7 @@ def test_the_warm_start_ends_answers_as_the_chat_template_does(ppo, tmp_path):
     ended, from_episodes = [], ppo.Experience.from_episodes
     look = lambda episodes: ended.append({e.ids[-1] for e in episodes}) or from_episodes(episodes)
     with (
-        mock.patch.object(ppo.HFTokenizer, "end_of_turn", lambda tokenizer: 5),
+        mock.patch.object(ppo.HFTokenizer, "find_end_of_turn", lambda tokenizer: 5),
         mock.patch.object(ppo.Experience, "from_episodes", look),
     ):
         record(ppo, tmp_path, sft_steps=2, num_iterations=1)

@@ -349,7 +349,7 @@ def fp32():
         tokenizer, args = ppo.HFTokenizer(folder), ppo.Args(temperature=0.0, compile="off", **sizes)
         decoder, count = common.make_decoder(ppo, actor.to(device), tokenizer, 16, args)
         envs = [ppo.SortDigits() for _ in range(count)]
-        episodes = ppo.rollout(decoder, tokenizer, envs, range(16), range(16), -1, args)
+        episodes = ppo.rollout_share(decoder, tokenizer, envs, range(16), range(16), -1, args)
         answers[device] = [episode.ids for episode in episodes]
     ours, cpu = rows[DEVICE], rows["cpu"]
     for i in range(3):
@@ -379,7 +379,7 @@ def graphs():
         envs = [common.Prompts(prompts) for _ in range(count)]
         settings = dataclasses.replace(args, temperature=temperature)
         with common.forced(ppo, lengths):
-            episodes = ppo.rollout(decoder, tokenizer, envs, range(rows), range(rows), 0, settings)
+            episodes = ppo.rollout_share(decoder, tokenizer, envs, range(rows), range(rows), 0, settings)
         return [(episode.ids, episode.logprobs) for episode in episodes]
 
     for changes in range(2):
@@ -460,7 +460,7 @@ def random_sampler(ppo, shape: dict, dtype: str, std: float):
 def random_actor(ppo, shape: dict, dtype: str, compiled: str):
     """A model that trains, sharded on one rank, and its flags."""
     args = ppo.Args(device=DEVICE, dtype=dtype, compile=compiled, actor_lr=1e-6)
-    args = ppo.complete(args)
+    args = ppo.fill_in_defaults(args)
     actor = ppo.build_model(config_of(ppo, shape), "lm", args)
     random_weights(actor, 0.02)
     return actor, args
