@@ -1,3 +1,20 @@
+# `uv run ppo_llm.py` installs these packages in an environment of their own. On Linux it downloads
+# 2.8 GB, since PyTorch's package brings CUDA along. Without a GPU, 0.3 GB are enough:
+#     uv run --find-links https://download.pytorch.org/whl/cpu/torch/ ppo_llm.py
+# /// script
+# requires-python = ">=3.11,<3.15"
+# dependencies = [
+#     "torch==2.13.0",
+#     "tokenizers>=0.21,<1",
+#     "transformers>=5.0,<6",
+#     "huggingface_hub>=1.0",
+#     "tensorboard>=2.21",
+#     "tyro>=1.0",
+#     "tqdm>=4.66",
+#     "gymnasium>=1.0",
+#     "safetensors>=0.5",
+# ]
+# ///
 r"""PPO for language models, in one file and in plain PyTorch.
 
     # A tiny model learns to sort digits, in about two minutes on a CPU.
