@@ -55,8 +55,9 @@ class Blank:
 
 BLANKS = {
     "schedule": Blank("the linear learning-rate schedule", [Gap("linear_schedule")]),
-    "value": Blank("the loss of the critic", [Gap(
-        "value_loss", "Entries outside the mask may be NaN. Replace them before you compute.", "values, old")]),
+    "value": Blank("the loss of the critic", [Gap("value_loss", """
+        Entries outside the mask may be NaN. Replace them before you compute.
+        After it there must be `loss`.""", "values, old", "loss = 0.5")]),
     "kl": Blank("the estimators k1, k2 and k3 of the KL", [Gap("kl_estimate", """
         `kind` is "k1", "k2" or "k3":
         k1 is the log of pi / pi_ref. Its mean over samples of pi is the KL.
@@ -76,10 +77,11 @@ BLANKS = {
         Entries outside the mask may be NaN. Replace them before you compute.
         dual_clip is None or a number above 1. With a number, a token with a negative advantage A has a loss of at most
         dual_clip * |A|.
-        Returns (loss, stats). `stats` has three entries, without gradients, each a sum over the mask divided by denom:
+        Returns (loss, stats). `stats` has four entries, without gradients, each a sum over the mask divided by denom:
             "clipfrac":  1 where the clip changes the ratio r, whatever the advantage
             "approx_kl": r - 1 - log r, which is k3 of KL(old || new); logratio.expm1() is r - 1
-            "ratio_dev": |r - 1|""", "advantages = torch.where")]),
+            "ratio_dev": |r - 1|
+            "token_share": 1""", "advantages = torch.where")]),
     "sampling": Blank("sampling a token, and its log-prob", [Gap("sample_token", """
         There are `logits` [B, V] of the next token, decoder.temperature, decoder.noise_scale (1, or 0 for greedy
         decoding), decoder.noise_keys [B] and decoder.length [B], the index that the new token will have.
@@ -184,8 +186,14 @@ def bug_text(letter: str) -> str:
     from exercise_bugs import BUGS
     from plant_faults import plant, read_faults
 
-    _, old, new = read_faults()[BUGS[letter].fault]
-    return plant(old, new)["ppo_llm.py"]
+    faults = read_faults()
+    _, old, new = faults[BUGS[letter].fault]
+    text = plant(old, new)["ppo_llm.py"]
+    # Two checks would end the run of some bugs in its first iteration, with an error that names the bug.
+    for check in "denominator_of_a_microbatch_is_not_seen", "first_kl_is_not_checked":
+        _, seen, unseen = faults[check]
+        text = text.replace(seen, unseen)
+    return text
 
 
 # The first line of exercise.py says which exercise it is.

@@ -69,7 +69,7 @@ WRONG = {
         ("value_clip_by_min", "The larger of"),
         ("values_clipped_around_returns", "moved further than"),
         (("if clip is not None:", "if clip:"), "A clip of 0"),
-        (("return 0.5 * losses.sum() / denom", "return 0.5 * losses.sum() / mask.sum()"), "divided by `denom`"),
+        (("loss = 0.5 * losses.sum() / denom", "loss = 0.5 * losses.sum() / mask.sum()"), "divided by `denom`"),
         (("values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))",
           "values, returns = values * mask, returns * mask"), "even if they are NaN"),
         (("values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))\n", "\n"),
@@ -159,7 +159,7 @@ WRONG = {
         (("parts = list(experience.microbatches(rows, args))",
           "parts = [experience.microbatch(rows, args.device)]"), "at most micro_batch_tokens"),
         (("yield int(experience.mask[rows].sum()), parts", "yield int(experience.mask[rows].sum()), parts[:1]"),
-         "visits every sample once"),
+         "add up to that of the minibatch"),
         (("yield int(experience.mask[rows].sum()), parts",
           "yield from ((int(part.mask.sum()), [part]) for part in parts)"), "A minibatch has train_batch_size"),
         (("in order.split(args.train_batch_size) if", "in order.split(args.train_batch_size)[: len(order) // args.train_batch_size] if"),  # noqa: E501
@@ -171,7 +171,7 @@ WRONG = {
     ],
     "packing": [
         ("positions_run_on_over_samples", "starts again at 0"),
-        ("places_of_the_mask_alone", "without padding"),
+        ("flat_index_of_the_mask_alone", "without padding"),
         (("sampled = mask.flatten()[flat_index].nonzero()[:, 0]", "sampled = mask.flatten().nonzero()[:, 0]"),
          "among the n packed"),
         (("starts = F.pad(lengths.cumsum(0), (1, 0)).int()", "starts = F.pad(lengths.cumsum(0), (1, 0))"), "as int32"),

@@ -76,7 +76,7 @@ def test_policy_loss_equals_a_loop_over_tokens(ppo, low, high, dual):
     logprobs, old, advantages, mask = policy_case(spread=0.8)
     inputs = (nan_outside(x, mask) for x in (logprobs, old, advantages))
     loss, stats = ppo.policy_loss(*inputs, mask, low, high, dual, 99)  # of a larger minibatch
-    sums = dict.fromkeys(("loss", "clipfrac", "approx_kl", "ratio_dev"), 0.0)
+    sums = dict.fromkeys(("loss", "clipfrac", "approx_kl", "ratio_dev", "token_share"), 0.0)
     for b, t in mask.nonzero().tolist():
         logratio, advantage = float(logprobs[b, t] - old[b, t]), float(advantages[b, t])
         ratio = math.exp(logratio)
@@ -87,6 +87,7 @@ def test_policy_loss_equals_a_loop_over_tokens(ppo, low, high, dual):
         sums["clipfrac"] += not 1 - low <= ratio <= 1 + high
         sums["approx_kl"] += ratio - 1 - logratio
         sums["ratio_dev"] += abs(ratio - 1)
+        sums["token_share"] += 1
     for name, value in (stats | {"loss": loss}).items():
         close(value, sums[name] / 99, 1e-5)
     assert 0 < stats["clipfrac"] < 1
@@ -109,19 +110,23 @@ def test_the_clip_stops_gradients_where_the_paper_says(ppo):
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_value_loss_equals_a_loop_over_tokens(ppo, clip):
     values, old, returns, mask = policy_case(spread=1.0)
-    expected = 0.0
+    sums = dict.fromkeys(("loss", "value_dev", "token_share"), 0.0)
     for b, t in mask.nonzero().tolist():
         v, v_old, target = float(values[b, t]), float(old[b, t]), float(returns[b, t])
         error = (v - target) ** 2
         if clip is not None:
             error = max(error, (min(max(v, v_old - clip), v_old + clip) - target) ** 2)
-        expected += 0.5 * error / 9
-    close(ppo.value_loss(*(nan_outside(x, mask) for x in (values, old, returns)), mask, clip, 9), expected, 1e-5)
+        sums["loss"] += 0.5 * error
+        sums["value_dev"] += abs(v - v_old)
+        sums["token_share"] += 1
+    loss, stats = ppo.value_loss(*(nan_outside(x, mask) for x in (values, old, returns)), mask, clip, 9)
+    for name, value in (stats | {"loss": loss}).items():
+        close(value, sums[name] / 9, 1e-5)
 
 
 def test_an_empty_mask_gives_loss_zero_and_huge_log_ratios_finite_losses(ppo):
     empty, x = torch.zeros(2, 3, dtype=torch.bool), torch.full((2, 3), math.nan)
-    assert ppo.policy_loss(x, x, x, empty, 0.2, 0.2, None, 1)[0] == 0 and ppo.value_loss(x, x, x, empty, 0.2, 1) == 0
+    assert ppo.policy_loss(x, x, x, empty, 0.2, 0.2, None, 1)[0] == 0 and ppo.value_loss(x, x, x, empty, 0.2, 1)[0] == 0
     logprobs = torch.tensor([[500.0, -500.0]], requires_grad=True)
     both = torch.tensor([[True, True]])
     loss, _ = ppo.policy_loss(logprobs, torch.zeros(1, 2), -torch.ones(1, 2), both, 0.2, 0.2, None, 2)
@@ -230,7 +235,7 @@ def test_gradients_do_not_depend_on_microbatches_padding_order_or_garbage(ppo, h
         args = ppo.Args(train_batch_size=5, micro_batch_tokens=budget, device="cpu")
         [(n_tokens, minibatch)] = ppo.minibatches(e, 1, ppo.TrainState(), args)
         for mb in minibatch:
-            loss = ppo.value_loss(new[head](mb), mb.values, mb.returns, mb.mask, 0.2, n_tokens)
+            loss, _ = ppo.value_loss(new[head](mb), mb.values, mb.returns, mb.mask, 0.2, n_tokens)
             if head == "lm":
                 case = (new[head](mb), mb.old_logprobs, mb.advantages, mb.mask, 0.2, 0.2)
                 loss = ppo.policy_loss(*case, None, n_tokens)[0] - model.sampled_logprobs(mb, 0.8)[1].sum() / 99
