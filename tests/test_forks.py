@@ -497,7 +497,9 @@ def test_tokens_of_the_guide_that_do_not_train_the_actor(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for row, e in zip(rows, experiences(ppo), strict=True):
         assert 0.15 < e.top.sum() / e.mask.sum() < 0.25 and not (e.top & ~e.mask).any()
-        assert row["ratio/first_dev"] == 0 < row["actor/clipfrac"] and row["actor/token_share"] == pytest.approx(1)
+        # The head gets fewer tokens at once than in scoring, which rounds differently.
+        assert row["ratio/first_dev"] < 1e-6 and row["actor/clipfrac"] > 0
+        assert row["actor/token_share"] == pytest.approx(1)
     counted = sum(float(mask.sum()) for (_, _, _, mask), _ in ppo.calls["policy_loss"])
     assert counted == sum(2 * int(e.top.sum()) for e in experiences(ppo))
 
