@@ -1,3 +1,20 @@
+# `uv run ppo_llm_continuous_batching.py` installs these packages in an environment of their own. On Linux it downloads
+# 2.8 GB, since PyTorch's package brings CUDA along. Without a GPU, 0.3 GB are enough:
+#     uv run --find-links https://download.pytorch.org/whl/cpu/torch/ ppo_llm_continuous_batching.py
+# /// script
+# requires-python = ">=3.11,<3.15"
+# dependencies = [
+#     "torch==2.13.0",
+#     "tokenizers>=0.21,<1",
+#     "transformers>=5.0,<6",
+#     "huggingface_hub>=1.0",
+#     "tensorboard>=2.21",
+#     "tyro>=1.0",
+#     "tqdm>=4.66",
+#     "gymnasium>=1.0",
+#     "safetensors>=0.5",
+# ]
+# ///
 r"""PPO for language models, in one file and in plain PyTorch, with continuous batching.
 
 This is ppo_llm.py with a different section 5. ppo_llm.py decodes samples in waves, and a wave lasts
@@ -62,6 +79,8 @@ import copy
 import dataclasses
 import fcntl
 import functools
+import hashlib
+import inspect
 import json
 import math
 import os
@@ -70,6 +89,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -424,7 +444,9 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
 
     while state.iteration < args.num_iterations and not stop.number:
         evaluation = {}  # of the actor before this iteration, if it is evaluated
-        if args.eval_every and state.iteration and state.iteration % args.eval_every == 0:
+        if state.iteration == 0:
+            evaluation = state.eval_before
+        elif args.eval_every and state.iteration % args.eval_every == 0:
             evaluation = evaluate_now(state.iteration, args)
         clock = Clock()
 
@@ -2066,8 +2088,14 @@ class Prompts(gym.Env):
         self.rows = load_rows(str(path), self.convert)
         self.num_prompts = len(self.rows)
         if reward:
+            if ":" not in str(reward):
+                raise UserError(f"the reward function {reward!r} must be 'my_module:my_function'")
             with attempt(f"import the reward function {reward}", CodeError):
                 self.reward = pkgutil.resolve_name(reward)  # It takes the place of the method.
+            with attempt(f"call {reward} as reward(prompt, response, row=row)"):
+                with contextlib.suppress(ValueError):  # Some functions in C have no signature.
+                    signature = inspect.signature(self.reward, follow_wrapped=False)
+                    signature.bind("", "", row={})
 
     @staticmethod
     def convert(row):
@@ -2224,7 +2252,7 @@ def checked_step(env: gym.Env, response: str) -> tuple[list[dict], float | None,
 def to_float(x, name: str) -> float:
     """A finite number, which may be one of numpy or torch, as a float."""
     if not hasattr(x, "__float__") or not math.isfinite(x):
-        raise ValueError(f"{name} is {x!r:.80}, which is not a finite number")
+        raise ValueError(f"{name} must be a finite number, not {x!r:.80}")
     return float(x)
 
 
@@ -2256,7 +2284,7 @@ def add_rewards(episode: Episode, reward, info, start, tokenizer):
         )
         episode.rewards[start + index] += to_float(part, "a number in info['rewards']")
     for name, x in info.get("metrics", {}).items():
-        episode.metrics[str(name)] = to_float(x, f"info['metrics'][{name!r}]")
+        episode.metrics[str(name)] = to_float(x, f"the metric {name!r}")
 
 
 def decoder_rows(args) -> int:
@@ -2440,7 +2468,7 @@ def logged_samples(episodes: list[Episode], experience: Experience) -> list[dict
             "prompt": "\n".join(texts[:n]),
             "response": "\n".join(texts[n:]),  # with the messages between the turns
             "stop": episode.stop,
-            "reward": reward,
+            "reward": None if episode.stop == "unscored" else reward,
             "n_tokens": sum(episode.mask),
         })
     return samples
@@ -2755,6 +2783,9 @@ def check_flags(args):
         )
     if args.resume == "auto" and not args.run_name:
         raise UserError("--resume auto: needs --run-name")
+    if args.track:
+        with attempt("use --track, which needs the package wandb"):
+            pkgutil.resolve_name("wandb")
     if args.run_name and args.resume != "auto":
         path = Path(args.log_dir, args.run_name)
         if path.exists():
@@ -3108,9 +3139,18 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
     first = first_training_seed(args, env)
     if args.sft_steps == 0:
         return
-    if "demonstration" not in checked_reset(env, first)[1]:
+    # An environment that knows its prompts gives all of them for these seeds.
+    seeds = range(getattr(env.unwrapped, "num_prompts", 0)) or [first]
+    lacking = [seed for seed in seeds if checked_reset(env, seed)[1].get("demonstration") is None]
+    if len(lacking) == len(seeds):
         print0("no warm start: the environment gives no demonstrations")
         return
+    if lacking:
+        prompt = checked_reset(env, lacking[0])[0][-1]["content"]
+        raise UserError(
+            f"--sft-steps {args.sft_steps}: {len(lacking)} of {len(seeds)} prompts have no "
+            f"demonstration, for example {prompt!r:.80}: give one to all of them, or to none"
+        )
     print0(f"warm start: {args.sft_steps} steps on demonstrations")
     optimizer = make_optimizer(actor)
     for i in range(args.sft_steps):
@@ -3229,6 +3269,20 @@ def lines_before(path: Path, iteration: int) -> Iterator[bytes]:
             print0(f"left out a damaged line of {path}: {line!r:.80}")
 
 
+def script_version() -> dict:
+    """The hash of this script, as git computes it, and the commit that has it, if there is one."""
+    version, path = {}, Path(__file__).absolute()
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        text = path.read_bytes()
+        blob = hashlib.sha1(b"blob %d\0" % len(text) + text, usedforsecurity=False).hexdigest()
+        version["script"] = blob
+        command = ["git", "-C", path.parent, "rev-parse", "HEAD", f"HEAD:./{path.name}"]
+        git = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        version["commit"], committed = git.stdout.split()
+        version["changed"] = blob != committed  # since that commit
+    return version
+
+
 class Run:
     """The folder <log_dir>/<run_name>/: *.jsonl, TensorBoard's file, config.json, summary.json."""
 
@@ -3244,7 +3298,8 @@ class Run:
         with attempt(f"write {self.path}"):
             self.path.mkdir(parents=True, exist_ok=args.resume == "auto")
             self.lock()
-            write_json(self.path / "config.json", {"args": vars(args), "argv": sys.argv})
+            config = {"args": vars(args), "argv": sys.argv} | script_version()
+            write_json(self.path / "config.json", config)
             for name in ("metrics", "completions"):
                 # The lines of iterations after the checkpoint will be written again.
                 path = self.path / f"{name}.jsonl"
@@ -3462,6 +3517,7 @@ def load_checkpoint(path: Path, checkpointed: dict, args) -> TrainState:
         content = read_json(path / "state.json")
         for name, value in vars(args).items():
             before = content["args"].get(name)
+            value = json.loads(json.dumps(value))  # as it is in the file: a tuple becomes a list
             if value != before and name not in ("resume", "run_name", "log_dir"):
                 print0(f"  --{name.replace('_', '-')} {value}, in the checkpoint {before}")
         reader, tensors = dcp.HuggingFaceStorageReader(path), checkpoint_tensors(checkpointed)

@@ -55,7 +55,7 @@ def read(folder: Path, name: str, seed: int) -> dict:
     summary = json.loads((folder / "summary.json").read_text())
     rows, completions = (common.read_lines(folder / f"{x}.jsonl") for x in ("metrics", "completions"))
     within = [(row["iteration"], {key.removeprefix("eval/"): row[key] for key in row}) for row in rows]
-    evaluations = [(0, summary["eval_before"]), *within, (summary["iterations"], summary["eval_after"])]
+    evaluations = [*within, (summary["iterations"], summary["eval_after"])]
     names = "accuracy", "greedy_accuracy", "reward"
     columns = mean_columns(rows, COLUMNS)
     columns["guesses"] = [tokens / 2 for tokens in columns["tokens"]]  # A guess is a digit and an end of text.

@@ -3,15 +3,18 @@
 import collections
 import dataclasses
 import functools
+import hashlib
 import inspect
 import itertools
 import json
 import math
 import random
 import re
+import subprocess
 import sys
 import types
 import zlib
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -329,12 +332,13 @@ def test_evaluations_on_the_way_are_logged_and_change_nothing(run):
     assert len(plain.evaluations) == 2 * 2 and len(seen.evaluations) == 2 * 3  # sampled and greedy
     evaluated = {row["iteration"]: row["eval/reward"] for row in seen.rows if "eval/reward" in row}
     rewards = [sum(sum(episode.rewards) for episode in episodes) / 2 for episodes, _ in seen.evaluations[::2]]
-    assert evaluated == {2: rewards[1]}
+    assert evaluated == {0: rewards[0], 2: rewards[1]}
     for row in seen.rows:  # the evaluation is no part of the seconds
         phases = [row.pop(f"time/{phase}") for phase in ("rollout", "score", "critic", "actor", "hand_over")]
         assert row.pop("time/iteration") == pytest.approx(sum(phases)) and "time/" not in str(row)
-    rows = [{name: x for name, x in row.items() if not name.startswith("eval/")} for row in seen.rows]
-    assert_same_metrics(rows, plain.rows)
+    both = [[{name: x for name, x in row.items() if not name.startswith("eval/")} for row in rows]
+            for rows in (seen.rows, plain.rows)]  # fmt: skip
+    assert_same_metrics(*both)
     assert torch.equal(weights(seen.models["actor"]), weights(plain.models["actor"]))
     for i, name in (0, "eval_before"), (-1, "eval_after"):
         assert seen.summary[name] == plain.summary[name] and seen.summary[name]["reward"] == rewards[i]
@@ -437,8 +441,10 @@ def test_run_folder_holds_what_it_should(ppo, tmp_path, capsys):
         assert (summary[when]["accuracy"], summary[when]["greedy_accuracy"]) == (accuracy, greedy_accuracy)
         assert summary[when]["response_tokens"] == sum(sum(e.mask) for e in sampled) / 6
         assert summary[when]["reward"] == pytest.approx(sum(sum(e.rewards) for e in sampled) / 6)
-    args = json.loads((folder / "config.json").read_text())["args"]
+    config = json.loads((folder / "config.json").read_text())
+    args, text = config["args"], Path(ppo.__file__).read_bytes()
     assert args["critic_lr"] == 1e-3 and args["rollout_batch_size"] == 12  # with what None has become
+    assert config["script"] == hashlib.sha1(b"blob %d\0%b" % (len(text), text)).hexdigest()
     completions = lines(folder, "completions")
     assert len(completions) == 2 * 4 and completions[0]["prompt"] == seen.episodes[0][0].conversation[0]["content"]
     assert set(completions[0]) == {"iteration", "prompt", "response", "reward", "stop", "n_tokens"}
@@ -450,6 +456,30 @@ def test_run_folder_holds_what_it_should(ppo, tmp_path, capsys):
     with pytest.raises(ppo.UserError, match=r"--run-name: \S*run exists: choose another"):
         record(ppo, tmp_path)
     assert lines(folder) == seen.rows and not capsys.readouterr().out  # nothing was done before
+
+
+def test_the_version_of_the_script_is_that_of_git(ppo, tmp_path, monkeypatch):
+    """Without git, a repository or a commit of the script there is its hash alone."""
+    git = lambda *command: subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.split()  # noqa: E501
+    script = tmp_path / "script.py"
+    script.write_text("one")
+    monkeypatch.setattr(ppo, "__file__", str(script))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    alone = {"script": "43dd47ea691c90a5fa7827892c70241913351963"}
+    assert ppo.script_version() == alone
+    git("init", "-q")
+    assert ppo.script_version() == alone
+    git("add", "script.py")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one")
+    [commit], [blob] = git("rev-parse", "HEAD"), git("hash-object", "script.py")
+    assert ppo.script_version() == alone | {"commit": commit, "changed": False} and blob == alone["script"]
+    script.write_text("two")
+    assert ppo.script_version() == {"script": git("hash-object", "script.py")[0], "commit": commit, "changed": True}
+    script.write_text("one")
+    monkeypatch.setenv("PATH", "")
+    assert ppo.script_version() == alone
+    script.unlink()
+    assert ppo.script_version() == {}
 
 
 def test_the_row_of_an_iteration_is_that_of_its_episodes_experience_and_losses(run):
@@ -501,5 +531,7 @@ def test_weights_and_biases_gets_flags_and_what_tensorboard_gets(ppo, tmp_path):
     assert first["config"]["train_batch_size"] == SMALL["train_batch_size"] and first["sync_tensorboard"]
     assert (first["project"], first["id"], first["resume"]) == ("sums", "run", "never")
     assert (again["project"], again["id"], again["resume"]) == ("sums", "run", "allow")
-    with mock.patch.dict(sys.modules, wandb=None), pytest.raises(ppo.UserError, match=r"Biases for --track: .*wandb"):
+    error = "cannot use --track, which needs the package wandb: ModuleNotFoundError: "
+    with mock.patch.dict(sys.modules, wandb=None), pytest.raises(ppo.UserError, match=error):
         record(ppo, tmp_path / "without", track=True)
+    assert not (tmp_path / "without").exists()
