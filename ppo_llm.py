@@ -1100,12 +1100,18 @@ class Packing:
 # In older versions of PyTorch `varlen_attn` lacks grouped heads and `seqused_k`. Versions, not
 # strings, are compared here: torch.__version__ is a TorchVersion.
 HAS_VARLEN = torch.__version__ >= "2.12"
+# Whether CUDA's kernels are used where they fit. `try_kernels` turns off those that fail.
+KERNELS = {
+    "packed attention": HAS_VARLEN,
+    "attention by lengths": HAS_VARLEN,
+    "float32 product": True,
+}
 
 
-def has_varlen(x: Tensor, head_dim: int) -> bool:
-    """Whether there is a kernel of attention for samples of different lengths."""
+def has_varlen(kernel: str, x: Tensor, head_dim: int) -> bool:
+    """Whether `kernel`, of attention for samples of different lengths, is used for x."""
     fits = head_dim % 8 == 0 and head_dim <= 256  # Flash attention refuses other sizes.
-    return HAS_VARLEN and x.is_cuda and x.dtype == torch.bfloat16 and fits
+    return KERNELS[kernel] and x.is_cuda and x.dtype == torch.bfloat16 and fits
 
 
 @dataclass(frozen=True)
@@ -1139,7 +1145,7 @@ def attend_padded(q, k, v) -> Tensor:
 
 def attend_packed(q, k, v, packing: Packing) -> Tensor:
     """Causal attention within packed samples. q [n, H, D]; k, v [n, Hkv, D] -> [n, H, D]"""
-    if has_varlen(q, q.shape[-1]):
+    if has_varlen("packed attention", q, q.shape[-1]):
         starts, T = packing.starts, packing.shape[1]
         return varlen_attn(  # The window (-1, 0) is causal: all tokens before, none after.
             q, k, v, starts, starts, T, T, window_size=(-1, 0), enable_gqa=True
@@ -1312,7 +1318,8 @@ class Transformer(nn.Module):
         states of the tokens [B, T, hidden].
         """
         mask = None  # With one token per row and a varlen kernel, `attend_to_lengths` needs none.
-        if tokens.shape[1] > 1 or not has_varlen(self.model.norm.weight, self.config.head_dim):
+        weight, D = self.model.norm.weight, self.config.head_dim
+        if tokens.shape[1] > 1 or not has_varlen("attention by lengths", weight, D):
             Hkv = self.config.num_key_value_heads
             G = self.config.num_attention_heads // Hkv
             # The position of each query, in the order that attend_cached shows: [B * Hkv, G * T]
@@ -1477,7 +1484,7 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32. In bfloat16 logits near 20 would be rounded to steps of 0.125."""
     if a.dtype == torch.float32:
         return a @ b
-    if a.is_cuda:
+    if a.is_cuda and KERNELS["float32 product"]:
         return torch.mm(a, b, out_dtype=torch.float32)  # without a float32 copy of b
     # CPUs have no such product. Small parts of b, copied to float32, stay in the processor's cache.
     return torch.cat([a.float() @ part.float() for part in b.split(4096, dim=1)], dim=1)
@@ -2804,6 +2811,82 @@ def configure_torch(args):
         torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
 
 
+def try_kernels(actor: Transformer, args):
+    """Turn off the kernels that fail on this GPU, on all ranks if they fail on one."""
+    if args.device == "cpu" or args.dtype == "float32":  # They are used in bfloat16 alone.
+        return
+    failures = kernel_failures(actor.config, args.device)
+    if args.critic_model:  # Its heads may have another size.
+        failures |= kernel_failures(load_config(args.critic_model), args.device)
+    for gpu, of_rank in of_all_ranks((torch.cuda.get_device_name(), failures)):
+        for kernel, (failure, replacement) in of_rank.items():
+            if KERNELS[kernel]:
+                KERNELS[kernel] = False
+                print0(
+                    f"warning: {kernel} is turned off, because on {gpu} with torch "
+                    f"{torch.__version__} it {failure}. {replacement} is used instead, which is "
+                    "slower. Please report this line to the project."
+                )
+
+
+def kernel_failures(config: PretrainedConfig, device: str) -> dict[str, tuple[str, str]]:
+    """Try the kernels on small random inputs, with the heads of a model.
+
+    The expected numbers come from the same functions in float32, which use no kernel of KERNELS.
+    Returns {kernel: (how it failed, what is used instead)}.
+    """
+    H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    lengths, size, n_visible = torch.tensor([1, 200, 77, 130]), 304, 256
+    B, n = len(lengths), int(lengths.sum())
+    packing = Packing.from_lengths(lengths, torch.zeros(B, 200, dtype=torch.bool), device)
+    sequences = torch.arange(B * Hkv + 1, dtype=torch.int32, device=device)
+    cache = types.SimpleNamespace(size=size, sequences=sequences)
+    newest = lengths[:, None].to(device) - 1  # the position of the newest token of each row [B, 1]
+    context = Context(newest, None, None, cache=cache, n_visible=n_visible)
+    mask = torch.arange(size, device=device) <= newest[..., None, None]  # [B, 1, 1, size]
+
+    def packed(q, k, v, d_out):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = attend_packed(q, k, v, packing)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)
+
+    def by_lengths(q, k, v):
+        if has_varlen("attention by lengths", q, D):
+            return (attend_to_lengths(q, k, v, context).view(q.shape),)
+        return (F.scaled_dot_product_attention(q, k, v, attn_mask=mask),)
+
+    def products(hidden, weight, d_logits):
+        return float32_product(hidden, weight.T), float32_product(d_logits.T, hidden)
+
+    # Rounding to bfloat16 changes a number by up to 2^-8 of it. Attention rounds several times, the
+    # product never. The largest difference is relative to the largest number that is expected.
+    q, kv, cached = (n, H, D), (n, Hkv, D), (B, Hkv, size, D)
+    q_of_rows, hidden = (B, Hkv, H // Hkv, D), config.hidden_size
+    trials = {  # (function, shapes of its inputs, largest difference allowed, what is used instead)
+        "packed attention": (packed, (q, kv, kv, q), 2**-5, "Padded attention"),
+        "attention by lengths": (by_lengths, (q_of_rows, cached, cached), 2**-5, "Masked attention"),
+        "float32 product": (
+            products, ((64, hidden), (1000, hidden), (64, 1000)), 2**-12, "A product of copies"
+        ),
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)  # The random numbers of the run stay the same.
+    failures = {}
+    for kernel, (function, shapes, allowed, replacement) in trials.items():
+        if not KERNELS[kernel]:
+            continue
+        try:
+            inputs = [torch.randn(s, generator=generator).bfloat16().to(device) for s in shapes]
+            for x, expected in zip(function(*inputs), function(*(x.float() for x in inputs))):
+                difference = float((x - expected).abs().max() / expected.abs().max())
+                if not difference <= allowed:  # NaN is not.
+                    failure = f"differs from float32 by {difference:.2%} of the largest number"
+                    failures[kernel] = failure, replacement
+        except Exception as error:
+            text = " ".join(str(error).split())  # in one line
+            failures[kernel] = f"raises {type(error).__name__}: {text:.300}", replacement
+    return failures
+
+
 def all_reduce(x: Tensor) -> Tensor:
     """Sum over the ranks, in place."""
     dist.all_reduce(x)
@@ -2997,6 +3080,7 @@ def build_actor(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
         actor = copy_model(embedded, args)
     if args.chat_template_kwargs != "{}" and not tokenizer.hf.chat_template:
         raise UserError("--chat-template-kwargs: the actor has no chat template")
+    try_kernels(actor, args)
     return tokenizer, actor
 
 
