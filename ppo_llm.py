@@ -2115,7 +2115,10 @@ def set_up_thread(gradients: bool):
 
 
 def as_messages(text) -> list[dict]:
-    """Text becomes a user message. Messages are checked: the last one is not the assistant's."""
+    """Text becomes a user message. Messages are checked: the last one is not the assistant's.
+
+    The result has copies of messages, because an environment may change its own later.
+    """
     if isinstance(text, str):
         return [{"role": "user", "content": text}]
     if not isinstance(text, list | tuple):
@@ -2128,7 +2131,7 @@ def as_messages(text) -> list[dict]:
             "there must be a message, and the last one must not be the assistant's, because the "
             "model writes that one"
         )
-    return list(text)
+    return list(map(copy.copy, text))
 
 
 def checked_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
