@@ -1972,8 +1972,8 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 #
 # The same seed must always give the same prompt. Evaluations use the seeds from 0 on. Training uses
 # consecutive seeds from a random one on, which is at least FIRST_TRAINING_SEED. An environment that
-# knows its prompts may have an attribute `num_prompts`: the seeds below it must give all of them.
-# Prompts that are too long are then found before the run begins.
+# knows its prompts may have an int `num_prompts`: the seeds below it must give all of them. Prompts
+# that are too long are then found before the run begins.
 #
 # info may have these keys, all of them optional:
 #
@@ -2312,10 +2312,16 @@ def close_envs(envs: list[gym.Env]):
             threads.map_async(lambda env: env.close(), envs, chunksize=1).get(ENV_TIMEOUT)
 
 
+def env_attribute(env: gym.Env, name: str, kind: type):
+    """An attribute of the environment. One of another kind is not ours, and counts as None."""
+    x = getattr(env.unwrapped, name, None)
+    return x if isinstance(x, kind) else None
+
+
 def check_prompts(envs: list[gym.Env], tokenizer: HFTokenizer, args):
     """Refuse prompts that are too long, where the environment says how many it has."""
     for env in envs:
-        for seed in progress_bar(range(getattr(env.unwrapped, "num_prompts", 0)), "prompts"):
+        for seed in progress_bar(range(env_attribute(env, "num_prompts", int) or 0), "prompts"):
             Episode(seed).begin(env, tokenizer, args)
 
 
@@ -2789,9 +2795,9 @@ def print_plan(args, plan, envs: list[gym.Env], eval_envs: list[gym.Env]):
     if eval_envs:
         evaluation = f"{args.eval_episodes} episodes, sampled and greedy, on other seeds"
         prompts, eval_prompts = (
-            getattr(env.unwrapped, "rows", None) for env in (envs[0], eval_envs[0])
+            env_attribute(env, "rows", list) for env in (envs[0], eval_envs[0])
         )
-        if prompts and prompts == eval_prompts:
+        if prompts and repr(prompts) == repr(eval_prompts):  # With arrays, == may raise.
             evaluation += ", but on the prompts of training: see --eval-env-kwargs"
     print0(f"""\
   models     {models}
@@ -3099,7 +3105,7 @@ def first_training_seed(args, env: gym.Env) -> int:
 
     It is a multiple of the number of prompts, if the environment knows it: a pass begins there.
     """
-    n = getattr(env.unwrapped, "num_prompts", 1)
+    n = env_attribute(env, "num_prompts", int) or 1
     return round_up(random.Random(args.seed).randrange(FIRST_TRAINING_SEED, 2**31), n)
 
 
