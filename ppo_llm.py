@@ -2052,18 +2052,26 @@ class Prompts(gym.Env):
 
 
 def parse_number(text: str) -> float | None:
-    r"""The last `#### number` or `\boxed{number}`, without dollar signs and thousands commas.
+    r"""The number in the last `\boxed{}` or, without a box, the last number after `####`.
 
-    The commas may be LaTeX, as in 8{,}000, 8,\!000 and 8\,000. What follows the number, like a unit
-    or a percent sign, is ignored. A number before a slash or a caret, as in 5/6 and 10^6, does not
-    count.
+    A dollar sign or `x =` may stand before it, a unit or a percent sign after it. They are ignored.
+    Commas or spaces may separate thousands, LaTeX's as well: 8{,}000, 8,\!000, 8\,000. Everything
+    else is None and not another number: 5/6, 10^6, 2\frac{1}{2}, 2 million, 1 or 2, and a heading
+    such as "#### 1. Check".
     """
-    text = re.sub(r"\\[!,;: ]|\\(?:text|textbf|mathrm|mathbf)\{\s*", "", text).replace("{,}", ",")
-    # (?>...) is tried once. Otherwise a thousand digits before a slash would take seconds.
-    found = re.findall(
-        r"(?:####|\\boxed\{)[\s$\\]*((?>(?:-[\s$\\]*)?[\d,]*\.?\d+))(?![\d,.]*\s*[/^])", text
-    )
-    return float(re.sub(r"[\s$,\\]", "", found[-1])) if found else None
+    text = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\[,;: ]|~", " ", text.replace("{,}", ",").replace("\N{MINUS SIGN}", "-"))
+    # Remove \!, dollar signs, the backslash of \% and the exponent of a unit, as in m^2.
+    text = re.sub(r"\\!|\\?\$|\\(?=%)|(?<=[a-z])\^(?:[23]|\{[23]\})", "", text)
+    # `++` and `(?>...)` match once. Otherwise a thousand digits would be tried in many ways.
+    number = r"(?>-?\s*(?:\d{1,3}(?:[,\s]\d{3})+|\d*)(?:\.\d+)?)(?<=\d)"
+    factor = r"[knxyM]\b|.*(?:half|dozen|hundred|thousand|illion)"
+    unit = rf"[\s%]*+(?!{factor})[A-Za-z(][^\d\\]*"
+    boxes = re.findall(r"\\boxed\{(?!\})(?:([^{}]*+)\})?", text)
+    parts = boxes[-1:] or re.findall(r"####\s*+([^\n#]*)", text)
+    pattern = rf"(?:[A-Za-z ]++=\s*)?({number})(?:[\s.,*%]*|{unit})"
+    found = [match[1] for part in parts if (match := re.fullmatch(pattern, part.strip()))]
+    return float(re.sub(r"[,\s]", "", found[-1])) if found else None
 
 
 class GSM8K(Prompts):
