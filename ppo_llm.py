@@ -1939,8 +1939,8 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 #
 # The same seed must always give the same prompt. Evaluations use the seeds from 0 on. Training uses
 # consecutive seeds from a random one on, which is at least FIRST_TRAINING_SEED. An environment that
-# knows its prompts may have an attribute `num_prompts`: the seeds below it must give all of them.
-# Prompts that are too long are then found before the run begins.
+# knows its prompts may have an int `num_prompts`: the seeds below it must give all of them. Prompts
+# that are too long are then found before the run begins.
 #
 # info may have these keys, all of them optional:
 #
@@ -2087,18 +2087,26 @@ class Prompts(gym.Env):
 
 
 def parse_number(text: str) -> float | None:
-    r"""The last `#### number` or `\boxed{number}`, without dollar signs and thousands commas.
+    r"""The number in the last `\boxed{}` or, without a box, the last number after `####`.
 
-    The commas may be LaTeX, as in 8{,}000, 8,\!000 and 8\,000. What follows the number, like a unit
-    or a percent sign, is ignored. A number before a slash or a caret, as in 5/6 and 10^6, does not
-    count.
+    A dollar sign or `x =` may stand before it, a unit or a percent sign after it. They are ignored.
+    Commas or spaces may separate thousands, LaTeX's as well: 8{,}000, 8,\!000, 8\,000. Everything
+    else is None and not another number: 5/6, 10^6, 2\frac{1}{2}, 2 million, 1 or 2, and a heading
+    such as "#### 1. Check".
     """
-    text = re.sub(r"\\[!,;: ]|\\(?:text|textbf|mathrm|mathbf)\{\s*", "", text).replace("{,}", ",")
-    # (?>...) is tried once. Otherwise a thousand digits before a slash would take seconds.
-    found = re.findall(
-        r"(?:####|\\boxed\{)[\s$\\]*((?>(?:-[\s$\\]*)?[\d,]*\.?\d+))(?![\d,.]*\s*[/^])", text
-    )
-    return float(re.sub(r"[\s$,\\]", "", found[-1])) if found else None
+    text = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\[,;: ]|~", " ", text.replace("{,}", ",").replace("\N{MINUS SIGN}", "-"))
+    # Remove \!, dollar signs, the backslash of \% and the exponent of a unit, as in m^2.
+    text = re.sub(r"\\!|\\?\$|\\(?=%)|(?<=[a-z])\^(?:[23]|\{[23]\})", "", text)
+    # `++` and `(?>...)` match once. Otherwise a thousand digits would be tried in many ways.
+    number = r"(?>-?\s*(?:\d{1,3}(?:[,\s]\d{3})+|\d*)(?:\.\d+)?)(?<=\d)"
+    factor = r"[knxyM]\b|.*(?:half|dozen|hundred|thousand|illion)"
+    unit = rf"[\s%]*+(?!{factor})[A-Za-z(][^\d\\]*"
+    boxes = re.findall(r"\\boxed\{(?!\})(?:([^{}]*+)\})?", text)
+    parts = boxes[-1:] or re.findall(r"####\s*+([^\n#]*)", text)
+    pattern = rf"(?:[A-Za-z ]++=\s*)?({number})(?:[\s.,*%]*|{unit})"
+    found = [match[1] for part in parts if (match := re.fullmatch(pattern, part.strip()))]
+    return float(re.sub(r"[,\s]", "", found[-1])) if found else None
 
 
 class GSM8K(Prompts):
@@ -2150,7 +2158,10 @@ def set_up_thread(gradients: bool):
 
 
 def as_messages(text) -> list[dict]:
-    """Text becomes a user message. Messages are checked: the last one is not the assistant's."""
+    """Text becomes a user message. Messages are checked: the last one is not the assistant's.
+
+    The result has copies of messages, because an environment may change its own later.
+    """
     if isinstance(text, str):
         return [{"role": "user", "content": text}]
     if not isinstance(text, list | tuple):
@@ -2163,7 +2174,7 @@ def as_messages(text) -> list[dict]:
             "there must be a message, and the last one must not be the assistant's, because the "
             "model writes that one"
         )
-    return list(text)
+    return list(map(copy.copy, text))
 
 
 def checked_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
@@ -2282,10 +2293,16 @@ def close_envs(envs: list[gym.Env]):
             threads.map_async(lambda env: env.close(), envs, chunksize=1).get(ENV_TIMEOUT)
 
 
+def env_attribute(env: gym.Env, name: str, kind: type):
+    """An attribute of the environment. One of another kind is not ours, and counts as None."""
+    x = getattr(env.unwrapped, name, None)
+    return x if isinstance(x, kind) else None
+
+
 def check_prompts(envs: list[gym.Env], tokenizer: HFTokenizer, args):
     """Refuse prompts that are too long, where the environment says how many it has."""
     for env in envs:
-        for seed in progress_bar(range(getattr(env.unwrapped, "num_prompts", 0)), "prompts"):
+        for seed in progress_bar(range(env_attribute(env, "num_prompts", int) or 0), "prompts"):
             Episode(seed).begin(env, tokenizer, args)
 
 
@@ -2762,9 +2779,9 @@ def print_plan(args, plan, envs: list[gym.Env], eval_envs: list[gym.Env]):
     if eval_envs:
         evaluation = f"{args.eval_episodes} episodes, sampled and greedy, on other seeds"
         prompts, eval_prompts = (
-            getattr(env.unwrapped, "rows", None) for env in (envs[0], eval_envs[0])
+            env_attribute(env, "rows", list) for env in (envs[0], eval_envs[0])
         )
-        if prompts and prompts == eval_prompts:
+        if prompts and repr(prompts) == repr(eval_prompts):  # With arrays, == may raise.
             evaluation += ", but on the prompts of training: see --eval-env-kwargs"
     print0(f"""\
   models     {models}
@@ -3149,7 +3166,7 @@ def first_training_seed(args, env: gym.Env) -> int:
 
     It is a multiple of the number of prompts, if the environment knows it: a pass begins there.
     """
-    n = getattr(env.unwrapped, "num_prompts", 1)
+    n = env_attribute(env, "num_prompts", int) or 1
     return round_up(random.Random(args.seed).randrange(FIRST_TRAINING_SEED, 2**31), n)
 
 

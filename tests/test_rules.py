@@ -548,6 +548,26 @@ def test_the_plan_says_when_evaluations_use_the_prompts_of_training(ppo, tmp_pat
         assert ("on other seeds, but on the prompts of training: see --eval-env-kwargs" in plan) == said
 
 
+def test_attributes_of_other_kinds_than_ours_mean_something_else(ppo, capsys):
+    """Such as the number of rows of a board, or a method."""
+    args = ppo.fill_in_defaults(ppo.Args(**SMALL))
+    env_with = lambda **attributes: types.SimpleNamespace(unwrapped=types.SimpleNamespace(**attributes))
+    seed = ppo.first_training_seed(args, env_with())
+    assert ppo.first_training_seed(args, env_with(num_prompts=7)) == seed + -seed % 7 > seed
+    for value in None, 0, 5.0, torch.tensor([2, 3]), len:
+        env = env_with(num_prompts=value)
+        assert ppo.first_training_seed(args, env) == seed, value
+        ppo.check_prompts([env], None, args)  # It plays none.
+
+    def is_named(rows):
+        both = [[env_with(rows=copy.deepcopy(rows))] for _ in range(2)]
+        ppo.print_plan(args, ppo.plan_steps(args), *both)
+        return "on the prompts of training" in capsys.readouterr().out
+
+    assert not any(map(is_named, [None, 4, torch.zeros(2), len]))
+    assert is_named([{"prompt": "a"}]) and is_named([{"prompt": "a", "x": torch.zeros(2)}])
+
+
 @pytest.mark.parametrize(("episodes", "made"), [(0, 8), (2, 16)])
 def test_without_evaluations_there_are_no_environments_for_them(ppo, tmp_path, episodes, made):
     with mock.patch.object(ppo.gym, "make", wraps=ppo.gym.make) as make:
