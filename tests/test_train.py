@@ -621,7 +621,7 @@ def test_the_row_of_an_iteration_is_that_of_its_episodes_experience_and_losses(r
         "objective/truncated": mean(lambda x: x.stop != "terminated"), "objective/entropy": -of_tokens(e.old_logprobs),
         "critic/value_mean": of_tokens(e.values), "critic/return_mean": of_tokens(e.returns),
         "actor/policy_loss": sum(call["result"][0].item() for call in seen.calls["policy_loss"][8:]) / 8,
-        "critic/value_loss": sum(call["result"].item() for call in seen.calls["value_loss"][8:]) / 8,
+        "critic/value_loss": sum(call["result"][0].item() for call in seen.calls["value_loss"][8:]) / 8,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
     gap = of_tokens((e.sampler_logprobs - e.old_logprobs).abs())
