@@ -2915,13 +2915,13 @@ def kernel_failures(config: PretrainedConfig, device: str) -> dict[str, tuple[st
     Returns {kernel: (how it failed, what is used instead)}.
     """
     H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    lengths, size, n_visible = torch.tensor([1, 200, 77, 130]), 304, 256
-    B, n = len(lengths), int(lengths.sum())
+    lengths, size = torch.tensor([1, 200, 77, 130]), 304  # of samples, of a cache
+    B, n, hidden = len(lengths), int(lengths.sum()), config.hidden_size
     packing = Packing.from_lengths(lengths, torch.zeros(B, 200, dtype=torch.bool), device)
     sequences = torch.arange(B * Hkv + 1, dtype=torch.int32, device=device)
     cache = types.SimpleNamespace(size=size, sequences=sequences)
     newest = lengths[:, None].to(device) - 1  # the position of the newest token of each row [B, 1]
-    context = Context(newest, None, None, cache=cache, n_visible=n_visible)
+    context = Context(newest, None, None, cache=cache, n_visible=256)
     mask = torch.arange(size, device=device) <= newest[..., None, None]  # [B, 1, 1, size]
 
     def packed(q, k, v, d_out):
@@ -2939,20 +2939,16 @@ def kernel_failures(config: PretrainedConfig, device: str) -> dict[str, tuple[st
 
     # Rounding to bfloat16 changes a number by up to 2^-8 of it. Attention rounds several times, the
     # product never. The largest difference is relative to the largest number that is expected.
-    q, kv, cached = (n, H, D), (n, Hkv, D), (B, Hkv, size, D)
-    q_of_rows, hidden = (B, Hkv, H // Hkv, D), config.hidden_size
+    q, kv, newest_q, cached = (n, H, D), (n, Hkv, D), (B, Hkv, H // Hkv, D), (B, Hkv, size, D)
+    matrices = (64, hidden), (1000, hidden), (64, 1000)
     trials = {  # (function, shapes of its inputs, largest difference allowed, what is used instead)
         "packed attention": (packed, (q, kv, kv, q), 2**-5, "Padded attention"),
-        "attention by lengths": (by_lengths, (q_of_rows, cached, cached), 2**-5, "Masked attention"),
-        "float32 product": (
-            products, ((64, hidden), (1000, hidden), (64, 1000)), 2**-12, "A product of copies"
-        ),
-    }  # fmt: skip
+        "attention by lengths": (by_lengths, (newest_q, cached, cached), 2**-5, "Masked attention"),
+        "float32 product": (products, matrices, 2**-12, "A product of float32 copies"),
+    }
     generator = torch.Generator().manual_seed(0)  # The random numbers of the run stay the same.
     failures = {}
     for kernel, (function, shapes, allowed, replacement) in trials.items():
-        if not KERNELS[kernel]:
-            continue
         try:
             inputs = [torch.randn(s, generator=generator).bfloat16().to(device) for s in shapes]
             for x, expected in zip(function(*inputs), function(*(x.float() for x in inputs))):

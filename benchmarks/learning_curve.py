@@ -54,8 +54,8 @@ def read(folder: Path, name: str, seed: int) -> dict:
     """What is kept of a run: means of MEAN_OF iterations, evaluations, and samples."""
     summary = json.loads((folder / "summary.json").read_text())
     rows, completions = (common.read_lines(folder / f"{x}.jsonl") for x in ("metrics", "completions"))
-    within = [(row["iteration"], {key.removeprefix("eval/"): row[key] for key in row}) for row in rows]
-    evaluations = [*within, (summary["iterations"], summary["eval_after"])]
+    within = [(row["iteration"], {key.removeprefix("eval/"): row[key] for key in row}) for row in rows[1:]]
+    evaluations = [(0, summary["eval_before"]), *within, (summary["iterations"], summary["eval_after"])]
     names = "accuracy", "greedy_accuracy", "reward"
     columns = mean_columns(rows, COLUMNS)
     columns["guesses"] = [tokens / 2 for tokens in columns["tokens"]]  # A guess is a digit and an end of text.

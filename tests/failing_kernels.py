@@ -59,7 +59,7 @@ def check(name, failures, expected, **flags):
         assert all(part in line for part in parts), line
 
 
-PLAIN = dict(zip(CALLS, ("Padded attention", "Masked attention", "A product of copies"), strict=True))
+PLAIN = dict(zip(CALLS, ("Padded attention", "Masked attention", "A product of float32 copies"), strict=True))
 everything = dict.fromkeys(CALLS, raises)
 if ppo.WORLD_SIZE > 1:
     check("ranks", everything, train("plain", off=CALLS)[0])
