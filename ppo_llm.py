@@ -371,15 +371,17 @@ def policy_loss(
             "clipfrac": (ratio != clipped).sum() / denom,
             "approx_kl": (logratio.expm1() - logratio).sum() / denom,  # KL(old || new), by k3
             "ratio_dev": (ratio - 1).abs().sum() / denom,
+            "token_share": mask.sum() / denom,  # The microbatches of a minibatch add up to 1.
         }
     return losses.sum() / denom, stats
 
 
-def value_loss(values, old_values, returns, mask, clip, denom) -> Tensor:
-    """Sum over the mask of 0.5 * (V - R)^2, divided by `denom` as in `policy_loss`.
+def value_loss(values, old_values, returns, mask, clip, denom) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum over the mask of 0.5 * (V - R)^2, and statistics, divided by `denom` as in `policy_loss`.
 
     With `clip` a token's loss is 0.5 * max((V - R)^2, (W - R)^2), where W is V clipped to
-    [V_old - clip, V_old + clip].
+    [V_old - clip, V_old + clip]. "value_dev" is the mean |V - V_old|. Like |ratio - 1|, it is 0 in
+    the first minibatch of an iteration.
     """
     check_denom(denom)
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
@@ -387,7 +389,13 @@ def value_loss(values, old_values, returns, mask, clip, denom) -> Tensor:
     if clip is not None:
         clipped = old_values + (values - old_values).clamp(-clip, clip)
         losses = torch.max(losses, (clipped - returns).square())
-    return 0.5 * losses.sum() / denom
+    loss = 0.5 * losses.sum() / denom
+    with torch.no_grad():
+        stats = {
+            "value_dev": torch.where(mask, values - old_values, 0.0).abs().sum() / denom,
+            "token_share": mask.sum() / denom,
+        }
+    return loss, stats
 
 
 # === 3. Training loop ===
@@ -408,6 +416,8 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
     check_prompts(envs[:1] + eval_envs[:1], tokenizer, args)
     if not checkpoint_path:
         warm_start(actor, tokenizer, envs[0], args)
+    # FORK: several critics. Every call of build_critic returns the same weights, and critics that
+    # begin equal and see the same minibatches stay equal: give each its own share of the samples.
     critic = build_critic(actor, tokenizer, args) if args.critic_epochs else None
     reference = copy_model(actor, args) if args.kl_coef else None
     # FORK: another frozen model. `frozen_model` returns a pair: `teacher, its_tokenizer =
@@ -456,6 +466,8 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         first = first_training_seed(args, envs[0]) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
+        # FORK: samples that the policy did not draw, such as demonstrations. All that is logged of
+        # `episodes` is then that of the mixture, and all ranks need the same list.
         episodes = rollout(decoder, tokenizer, envs, seeds, state.iteration, args)
         clock.end("rollout")
 
@@ -476,16 +488,13 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
                 for mb in minibatch:
                     newvalues = critic.sampled_values(mb)  # [B, T], 0 outside the mask
                     # FORK: value loss.
-                    v_loss = value_loss(
+                    v_loss, mb_stats = value_loss(
                         newvalues, mb.values, mb.returns, mb.mask, args.value_clip, denom=n_tokens
                     )
                     # Gradients add up over microbatches and, by `shard`, over ranks. The sum is the
                     # gradient of the minibatch's mean loss per token.
                     v_loss.backward()
-                    # This is the mean |new value - old value|. Like |ratio - 1|, it is 0 in the
-                    # first minibatch of an iteration.
-                    value_dev = ((newvalues - mb.values) * mb.mask).abs().sum() / n_tokens
-                    microbatch_stats.append({"value_loss": v_loss, "value_dev": value_dev})
+                    microbatch_stats.append(mb_stats | {"value_loss": v_loss})
                 iterations_done = state.iteration + len(critic_step_stats) / plan.critic_steps
                 progress = iterations_done / args.num_iterations
                 lr = linear_schedule(args.critic_lr, args.lr_end, progress)
@@ -521,8 +530,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
                         mb_stats["kl_loss"] = (ratios * kls * mb.mask).sum() / n_tokens
                         loss = loss + args.kl_coef * mb_stats["kl_loss"]
                     loss.backward()
-                    mb_stats |= {"policy_loss": pg_loss, "entropy": entropy}
-                    microbatch_stats.append(mb_stats)
+                    microbatch_stats.append(mb_stats | {"policy_loss": pg_loss, "entropy": entropy})
                 step = sum_over_ranks(microbatch_stats)
                 if args.target_kl is not None and step["approx_kl"] > args.target_kl:
                     early_stop = step
@@ -552,8 +560,10 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
             actor, trained, actor_step_stats, early_stop, relative_update, same_microbatches,
             state, args,
         )  # fmt: skip
-        if same_microbatches:
-            check_first_minibatch(metrics, experience, actor_step_stats, critic_step_stats, state)
+        check_iteration(
+            metrics, episodes, experience, actor_step_stats, critic_step_stats, same_microbatches,
+            plan, state, args,
+        )  # fmt: skip
         # FORK: other numbers to log. Write them as in metrics["mine/number"] = float(...).
         run.log(metrics, episodes, experience)
         # state.iteration changes only here, because the order of the minibatches depends on it.
@@ -719,6 +729,8 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     # epoch. The last bits of a result depend on what else is in its batch. With the same batches,
     # the first ratio is exactly 1, in every precision. A first ratio of 1 does not show that
     # sampler and actor agree. debug/sampler_trainer_logprob_diff shows how far they differ.
+    # FORK: other old log-probs. The ratio reads them, and so do the KL in the reward, objective/kl,
+    # objective/entropy and debug/sampler_trainer_logprob_diff.
     first_epoch = minibatch_rows(experience, 0, state, args)
     experience.old_logprobs = experience.sampler_logprobs  # those of the actor, up to rounding
     if args.recompute_old_logprobs:
@@ -730,13 +742,13 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     # --- Rewards. The environment's are on tokens of the responses. The reward model's score, and
     # the penalty for a response that was cut off, are added to the last token of the sample. This
     # is `experience.rewards`, which is logged. The advantages use `rewards`, less the KL.
-    # FORK: reward shaping. Evaluations do not use it. Every rank must compute the same numbers for
-    # all samples. The samples of one prompt are adjacent. Skip rows whose mask is empty: they have
-    # no reward. Put a sample's reward on its last token. If it were on every token, it would in
-    # effect be multiplied by the length of the response. To test whether two samples have the same
-    # reward, compare their sums over tokens with a tolerance, because rounding depends on the order
-    # of a sum. To leave the logged reward as it is, change `rewards` below and not
-    # `experience.rewards`.
+    # FORK: reward shaping. The lines below change the logged reward as well. To leave it as it is,
+    # change `rewards`, further down, and not `experience.rewards`. Evaluations use neither. Every
+    # rank must compute the same numbers for all samples. The samples of one prompt are adjacent.
+    # Skip rows whose mask is empty: they have no reward. Put a sample's reward on its last token.
+    # If it were on every token, it would in effect be multiplied by the length of the response. To
+    # test whether two samples have the same reward, compare their sums over tokens with a
+    # tolerance, because rounding depends on the order of a sum.
     last = torch.arange(len(episodes)), experience.lengths - 1  # index of each sample's last token
     experience.rewards[last] += torch.tensor([episode.score for episode in episodes])
     was_cut = torch.tensor([episode.stop == "length" for episode in episodes])
@@ -801,8 +813,8 @@ def minibatches(experience: Experience, epoch: int, state, args):
 #     limit [B]          the length at which the episode is cut off
 #     alive [B]          whether the row generates: no stop token came, and length < limit
 #
-# A row that does not generate stays in the batch, because shapes must not change. It reads and
-# writes the dummy position, index S, which no text reaches (see KVCache).
+# A row that does not generate stays in the batch, because shapes must not change. It runs and
+# writes the dummy position, index S, which no text reaches (see Decoder). Its results are not used.
 
 
 @dataclass
@@ -880,9 +892,8 @@ def sample_token(decoder: Decoder, n_visible: int):
     The input is the newest token of each row. Its keys and values are not in the cache yet: this
     pass puts them there. Attention sees at most the first `n_visible` positions of the cache.
     """
-    position = torch.where(decoder.alive, decoder.length - 1, decoder.dummy_position)[
-        :, None
-    ]  # [B, 1]
+    position = torch.where(decoder.alive, decoder.length - 1, decoder.dummy_position)  # [B]
+    position = position[:, None]
     newest = decoder.tokens.gather(1, position)
     logits = decoder.sampler.next_logits(newest, position, decoder.cache, n_visible)  # [B, V]
     # FORK: sampling. If you add top-p or top-k, record the log-probs of the filtered policy and
@@ -1089,12 +1100,18 @@ class Packing:
 # In older versions of PyTorch `varlen_attn` lacks grouped heads and `seqused_k`. Versions, not
 # strings, are compared here: torch.__version__ is a TorchVersion.
 HAS_VARLEN = torch.__version__ >= "2.12"
+# Whether CUDA's kernels are used where they fit. `try_kernels` turns off those that fail.
+KERNELS = {
+    "packed attention": HAS_VARLEN,
+    "attention by lengths": HAS_VARLEN,
+    "float32 product": True,
+}
 
 
-def has_varlen(x: Tensor, head_dim: int) -> bool:
-    """Whether there is a kernel of attention for samples of different lengths."""
+def has_varlen(kernel: str, x: Tensor, head_dim: int) -> bool:
+    """Whether `kernel`, of attention for samples of different lengths, is used for x."""
     fits = head_dim % 8 == 0 and head_dim <= 256  # Flash attention refuses other sizes.
-    return HAS_VARLEN and x.is_cuda and x.dtype == torch.bfloat16 and fits
+    return KERNELS[kernel] and x.is_cuda and x.dtype == torch.bfloat16 and fits
 
 
 @dataclass(frozen=True)
@@ -1128,7 +1145,7 @@ def attend_padded(q, k, v) -> Tensor:
 
 def attend_packed(q, k, v, packing: Packing) -> Tensor:
     """Causal attention within packed samples. q [n, H, D]; k, v [n, Hkv, D] -> [n, H, D]"""
-    if has_varlen(q, q.shape[-1]):
+    if has_varlen("packed attention", q, q.shape[-1]):
         starts, T = packing.starts, packing.shape[1]
         return varlen_attn(  # The window (-1, 0) is causal: all tokens before, none after.
             q, k, v, starts, starts, T, T, window_size=(-1, 0), enable_gqa=True
@@ -1149,7 +1166,8 @@ def attend_cached(q, k, v, layer: int, context: Context) -> Tensor:
                                     a2 b2 a3 b3      key head 1, the queries of heads 2 and 3
         q [B * Hkv, 1, G * T, D]    the same: a key head of a row is a row of the batch
 
-    `Transformer.prefill` makes the mask for this order of queries.
+    `Transformer.prefill` makes the mask in this order of queries. If a is at position 0, b at 1 and
+    n_visible is 2, the mask of each key head is a0 [1 0], b0 [1 1], a1 [1 0], b1 [1 1].
     """
     B, T, Hkv, D = k.shape
     k, v = context.cache.update(layer, k, v, context.positions)  # [B, Hkv, size, D]
@@ -1160,7 +1178,7 @@ def attend_cached(q, k, v, layer: int, context: Context) -> Tensor:
         k, v = (x[:, :, : context.n_visible] for x in (k, v))
         q, k, v = (x.flatten(0, 1)[:, None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask)
-    return out.view(B, Hkv, -1, T, D).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out.view(B, Hkv, -1, T, D).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [B, T, H, D]
 
 
 def attend_to_lengths(q, k, v, context: Context) -> Tensor:
@@ -1300,10 +1318,11 @@ class Transformer(nn.Module):
         states of the tokens [B, T, hidden].
         """
         mask = None  # With one token per row and a varlen kernel, `attend_to_lengths` needs none.
-        if tokens.shape[1] > 1 or not has_varlen(self.model.norm.weight, self.config.head_dim):
+        weight, D = self.model.norm.weight, self.config.head_dim
+        if tokens.shape[1] > 1 or not has_varlen("attention by lengths", weight, D):
             Hkv = self.config.num_key_value_heads
             G = self.config.num_attention_heads // Hkv
-            # The position of each query, in the order of attend_cached: [B * Hkv, G * T].
+            # The position of each query, in the order that attend_cached shows: [B * Hkv, G * T]
             queries = positions.repeat(1, G).repeat_interleave(Hkv, 0)
             mask = torch.arange(n_visible, device=tokens.device) <= queries[:, None, :, None]
         return self.hidden_states(tokens, positions, cache=cache, n_visible=n_visible, mask=mask)
@@ -1316,7 +1335,8 @@ class Transformer(nn.Module):
     def hidden_states(self, tokens: Tensor, positions: Tensor, **context) -> Tensor:
         """The input of the head, [..., hidden], for tokens [B, T] or, with a packing, [n]."""
         angles = positions[..., None, None].float() * self.rope  # [..., 1, D / 2]
-        angles = torch.cat((-angles, angles), dim=-1)  # negates the first half of sin, not of cos
+        # This negates the first half of sin, but not of cos: sin(-a) = -sin(a), cos(-a) = cos(a).
+        angles = torch.cat((-angles, angles), dim=-1)
         cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
         context = Context(positions, cos, sin, **context)
         x = self.model.embed_tokens(tokens)
@@ -1347,26 +1367,13 @@ class Transformer(nn.Module):
 class KVCache:
     """Keys and values of every layer, [B, Hkv, size, D] each.
 
-    A forward pass may write to all positions, but reads at most the first `n_visible` ones. The
-    time of a decode step depends on the length of the texts, not on the limit.
-
-    This is a decoder with two rows and samples of at most S = 6 tokens before a step. The text of
-    row 0 is "a b c d" and goes on. The text of row 1 was "a b c" and has ended. `size` is S + 1,
-    rounded up to 16:
-
-        index             0 1 2 3 4 5 6 7 ... 15
-        tokens   row 0    a b c d . . .             d is the newest token
-                 row 1    a b c . . . -             6 is the dummy position
-        cache    row 0    a b c . . . . . ... .     d is not in the cache yet
-                 row 1    a b . . . . - . ... .
-
-    The step runs d. It writes the keys and values of d at 3, reads 0 to 3, and writes the token
-    that it samples into `tokens` at 4. In row 1 it does the same at the dummy position alone, so
-    what it reads and writes there does not matter.
+    A forward pass may write to all positions, but reads at most the first `n_visible` ones, so the
+    time of a decode step depends on the length of the texts, not on the limit. `size` is the number
+    of positions, rounded up to a multiple of 16. Decoder shows an example.
     """
 
-    def __init__(self, config: PretrainedConfig, B, S, dtype=torch.float32, device="cpu"):
-        self.size = round_up(S, 16)
+    def __init__(self, config: PretrainedConfig, B, positions, dtype=torch.float32, device="cpu"):
+        self.size = round_up(positions, 16)
         self.batch_index = torch.arange(B, device=device)[:, None]
         shape = (B, config.num_key_value_heads, self.size, config.head_dim)
         # 0, 1, ..., B * Hkv, for `attend_to_lengths`
@@ -1377,8 +1384,8 @@ class KVCache:
     def update(self, layer: int, k, v, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write k, v [B, T, Hkv, D] at `positions` [B, T]. Returns all, [B, Hkv, size, D]."""
         keys, values = self.layers[layer]
-        # With a slice between two index tensors, PyTorch puts the indexed dimensions first. The
-        # part that is written is thus [B, T, Hkv, D], as k.
+        # Indexed by [B, 1], a slice and [B, T], keys [B, Hkv, size, D] give [B, T, Hkv, D], as k:
+        # PyTorch puts the indexed dimensions first.
         keys[self.batch_index, :, positions] = k
         values[self.batch_index, :, positions] = v
         return keys, values
@@ -1390,13 +1397,26 @@ class Decoder:
     A graph replays the hundreds of small kernels of a step by one launch, on the same addresses.
     Weights, cache and rows therefore stay where they are for the whole run, and are modified in
     place.
+
+    These are two rows before a step, for samples of at most S = 6 tokens. The text of row 0 is
+    "a b c d" and goes on. The text of row 1 was "a b c" and has ended:
+
+        index             0 1 2 3 4 5 6 7 ... 15
+        tokens   row 0    a b c d . . .             d is the newest token
+                 row 1    a b c . . . -             6 is the dummy position
+        cache    row 0    a b c . . . . . ... .     d is not in the cache yet
+                 row 1    a b . . . . - . ... .
+
+    In row 0 the step runs d. It writes the keys and values of d at 3, reads 0 to 3, and writes the
+    token that it samples at 4. In row 1 it runs what stands at 6, and writes keys, values and a
+    token at 6. That token is never used: the length of row 1 does not grow, and no text reads 6.
     """
 
     def __init__(self, sampler: Transformer, B: int, stop_ids: list[int], args):
         weight = next(sampler.parameters())
         self.sampler = sampler
         S = max_sample_length(args)
-        self.dummy_position = S  # see KVCache
+        self.dummy_position = S
         self.cache = KVCache(sampler.config, B, S + 1, weight.dtype, weight.device)
         zeros = functools.partial(torch.zeros, device=weight.device)
         self.tokens = zeros(B, S + 1, dtype=torch.int64)
@@ -1406,7 +1426,8 @@ class Decoder:
         self.noise_keys = zeros(B, dtype=torch.int32)  # see gumbel_noise
         self.alive = zeros(B, dtype=torch.bool)  # still decoding
         self.temperature = zeros(())
-        self.noise_scale = zeros(())  # 0 in greedy decoding, else 1
+        # Greedy decoding has no noise. A compiled step multiplies it by 0, an eager one draws none.
+        self.noise_scale = zeros(())
         self.draws_noise = True
         self.stop_ids = torch.tensor(stop_ids, device=weight.device)
         self.steps_per_wait = 8 if weight.is_cuda else 1  # steps until the host waits
@@ -1425,8 +1446,9 @@ class Decoder:
             for e in episodes
         ]
         numbers = torch.tensor(numbers, device=rows.device)  # [len(rows), 4], in one upload
-        for x, column in zip((self.length, self.limit, self.noise_keys, self.alive), numbers.T):
-            x[rows] = column.to(x.dtype)
+        lengths, limits, noise_keys, alive = numbers.T
+        self.length[rows], self.limit[rows] = lengths, limits
+        self.noise_keys[rows], self.alive[rows] = noise_keys.int(), alive.bool()
         self.temperature.fill_(args.temperature or 1.0)
         greedy = args.temperature == 0
         self.noise_scale.fill_(not greedy)
@@ -1434,7 +1456,7 @@ class Decoder:
         self.draws_noise = not greedy or args.compile == "on"
 
     def step(self, used: int):
-        """Run `sample_token` in all rows. Unfinished rows then have up to `used` tokens cached."""
+        """Run `sample_token` in all rows. No row then has more than `used` tokens in the cache."""
         n_visible = min(round_up(used, 128), self.cache.size)  # few shapes and graphs
         if n_visible in self.graphs:
             self.graphs[n_visible].replay()
@@ -1462,13 +1484,14 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32. In bfloat16 logits near 20 would be rounded to steps of 0.125."""
     if a.dtype == torch.float32:
         return a @ b
-    if a.is_cuda:
+    if a.is_cuda and KERNELS["float32 product"]:
         return torch.mm(a, b, out_dtype=torch.float32)  # without a float32 copy of b
     # CPUs have no such product. Small parts of b, copied to float32, stay in the processor's cache.
     return torch.cat([a.float() @ part.float() for part in b.split(4096, dim=1)], dim=1)
 
 
 def chunk_logprobs(hidden, weight, targets, temperature) -> tuple[Tensor, Tensor]:
+    """log p[i] = logits[i] - logsumexp, and the entropy, logsumexp - sum(p * logits)."""
     logits = float32_product(hidden, weight.T) / temperature  # [chunk_size, V]
     logsumexp = logits.logsumexp(dim=-1)
     probs = torch.exp(logits - logsumexp[:, None])
@@ -1535,8 +1558,9 @@ class ChunkedLogprobs(torch.autograd.Function):
         d_hidden, d_weight = [], None
         if ctx.needs_input_grad[1]:
             d_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for h, t, *d in zip(*(x.split(chunk_size) for x in (hidden, targets, *d_outputs))):
-            d_logits = function(h, weight, t, temperature, *d)
+        parts = (x.split(chunk_size) for x in (hidden, targets, *d_outputs))
+        for h, t, d_logprobs, d_entropies in zip(*parts):
+            d_logits = function(h, weight, t, temperature, d_logprobs, d_entropies)
             d_hidden.append(d_logits @ weight)
             if d_weight is not None:
                 d_weight += float32_product(d_logits.T, h)
@@ -1571,11 +1595,12 @@ def gumbel_noise(keys: Tensor, index: Tensor, vocab_size: int) -> Tensor:
     """Gumbel noise [B, V], a function of sample key [B], token index [B] and vocabulary id."""
     token_keys = hash32(hash32(keys ^ 0x5851F42D) ^ index.int())  # The constant is arbitrary.
     ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
-    # Without a second key, token keys that differ in their lowest bits alone would permute the same
-    # noise.
+    # The token keys 4 and 5 would give the same noise with neighbours swapped: id 0 of one is id 1
+    # of the other. The second key prevents it.
     x = hash32(ids ^ token_keys[:, None], hash32(token_keys ^ keys)[:, None])  # [B, V]
-    # u is uniform in (0, 1), from 31 bits. Its steps are smallest near 0, where the noise is
-    # largest: rare tokens need that. The largest u would be rounded to 1, where the noise is -inf.
+    # u is uniform in (0, 1), from 31 bits. Near 0 the noise is large, about -log(u), and rare
+    # tokens need the fine steps that u has there. The largest u would be rounded to 1, where the
+    # noise is -inf.
     u = (x & 0x7FFFFFFF).float().add_(0.5).mul_(2**-31).clamp_(max=1 - 2**-24)
     return u.neg_().log1p_().neg_().log_().neg_()  # -log(-log(1 - u))
 
@@ -1914,8 +1939,8 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 #
 # The same seed must always give the same prompt. Evaluations use the seeds from 0 on. Training uses
 # consecutive seeds from a random one on, which is at least FIRST_TRAINING_SEED. An environment that
-# knows its prompts may have an attribute `num_prompts`: the seeds below it must give all of them.
-# Prompts that are too long are then found before the run begins.
+# knows its prompts may have an int `num_prompts`: the seeds below it must give all of them. Prompts
+# that are too long are then found before the run begins.
 #
 # info may have these keys, all of them optional:
 #
@@ -2029,12 +2054,13 @@ class Prompts(gym.Env):
         A pass is as many consecutive seeds as there are rows. Training begins with a whole pass. If
         there were 7 rows, and FIRST_TRAINING_SEED were 10:
 
-            seeds 0 ... 6       evaluations: rows 0 to 6, in this order
+            seeds 0 ... 9       evaluations: rows 0 to 6, then rows 0 to 2 again
             seeds 14 ... 20     training, pass 2: the 7 rows in a random order
             seeds 21 ... 27     training, pass 3: the 7 rows in another random order
 
-        In pass 0 the seed i always selects row i, even if the file has more rows than
-        FIRST_TRAINING_SEED. Training begins with pass 1 or a later one.
+        Here training begins with pass 2, the first whole one. In a run its first pass is random
+        (first_training_seed). A file may have more rows than FIRST_TRAINING_SEED. The seeds of pass
+        0 then give its rows in order, and training begins with pass 1 or a later one.
         """
         pass_index, i = divmod(seed, self.num_prompts)
         if seed < FIRST_TRAINING_SEED or pass_index == 0:
@@ -2061,18 +2087,26 @@ class Prompts(gym.Env):
 
 
 def parse_number(text: str) -> float | None:
-    r"""The last `#### number` or `\boxed{number}`, without dollar signs and thousands commas.
+    r"""The number in the last `\boxed{}` or, without a box, the last number after `####`.
 
-    The commas may be LaTeX, as in 8{,}000, 8,\!000 and 8\,000. What follows the number, like a unit
-    or a percent sign, is ignored. A number before a slash or a caret, as in 5/6 and 10^6, does not
-    count.
+    A dollar sign or `x =` may stand before it, a unit or a percent sign after it. They are ignored.
+    Commas or spaces may separate thousands, LaTeX's as well: 8{,}000, 8,\!000, 8\,000. Everything
+    else is None and not another number: 5/6, 10^6, 2\frac{1}{2}, 2 million, 1 or 2, and a heading
+    such as "#### 1. Check".
     """
-    text = re.sub(r"\\[!,;: ]|\\(?:text|textbf|mathrm|mathbf)\{\s*", "", text).replace("{,}", ",")
-    # (?>...) is tried once. Otherwise a thousand digits before a slash would take seconds.
-    found = re.findall(
-        r"(?:####|\\boxed\{)[\s$\\]*((?>(?:-[\s$\\]*)?[\d,]*\.?\d+))(?![\d,.]*\s*[/^])", text
-    )
-    return float(re.sub(r"[\s$,\\]", "", found[-1])) if found else None
+    text = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\[,;: ]|~", " ", text.replace("{,}", ",").replace("\N{MINUS SIGN}", "-"))
+    # Remove \!, dollar signs, the backslash of \% and the exponent of a unit, as in m^2.
+    text = re.sub(r"\\!|\\?\$|\\(?=%)|(?<=[a-z])\^(?:[23]|\{[23]\})", "", text)
+    # `++` and `(?>...)` match once. Otherwise a thousand digits would be tried in many ways.
+    number = r"(?>-?\s*(?:\d{1,3}(?:[,\s]\d{3})+|\d*)(?:\.\d+)?)(?<=\d)"
+    factor = r"[knxyM]\b|.*(?:half|dozen|hundred|thousand|illion)"
+    unit = rf"[\s%]*+(?!{factor})[A-Za-z(][^\d\\]*"
+    boxes = re.findall(r"\\boxed\{(?!\})(?:([^{}]*+)\})?", text)
+    parts = boxes[-1:] or re.findall(r"####\s*+([^\n#]*)", text)
+    pattern = rf"(?:[A-Za-z ]++=\s*)?({number})(?:[\s.,*%]*|{unit})"
+    found = [match[1] for part in parts if (match := re.fullmatch(pattern, part.strip()))]
+    return float(re.sub(r"[,\s]", "", found[-1])) if found else None
 
 
 class GSM8K(Prompts):
@@ -2124,7 +2158,10 @@ def set_up_thread(gradients: bool):
 
 
 def as_messages(text) -> list[dict]:
-    """Text becomes a user message. Messages are checked: the last one is not the assistant's."""
+    """Text becomes a user message. Messages are checked: the last one is not the assistant's.
+
+    The result has copies of messages, because an environment may change its own later.
+    """
     if isinstance(text, str):
         return [{"role": "user", "content": text}]
     if not isinstance(text, list | tuple):
@@ -2137,7 +2174,7 @@ def as_messages(text) -> list[dict]:
             "there must be a message, and the last one must not be the assistant's, because the "
             "model writes that one"
         )
-    return list(text)
+    return list(map(copy.copy, text))
 
 
 def checked_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
@@ -2256,10 +2293,16 @@ def close_envs(envs: list[gym.Env]):
             threads.map_async(lambda env: env.close(), envs, chunksize=1).get(ENV_TIMEOUT)
 
 
+def env_attribute(env: gym.Env, name: str, kind: type):
+    """An attribute of the environment. One of another kind is not ours, and counts as None."""
+    x = getattr(env.unwrapped, name, None)
+    return x if isinstance(x, kind) else None
+
+
 def check_prompts(envs: list[gym.Env], tokenizer: HFTokenizer, args):
     """Refuse prompts that are too long, where the environment says how many it has."""
     for env in envs:
-        for seed in progress_bar(range(getattr(env.unwrapped, "num_prompts", 0)), "prompts"):
+        for seed in progress_bar(range(env_attribute(env, "num_prompts", int) or 0), "prompts"):
             Episode(seed).begin(env, tokenizer, args)
 
 
@@ -2281,7 +2324,7 @@ class Clock:
 
 def sum_over_ranks(stats: list[dict[str, Tensor]]) -> dict[str, float]:
     """Sum statistics over the microbatches of all ranks. Here the host waits for the device."""
-    numbers = torch.stack([torch.stack(list(of_mb.values())) for of_mb in stats])
+    numbers = torch.stack([torch.stack(list(of_mb.values())) for of_mb in stats])  # [mbs, names]
     sums = all_reduce(numbers.detach().double().sum(0))
     return dict(zip(stats[0], sums.tolist()))
 
@@ -2350,10 +2393,13 @@ def iteration_metrics(
     """All that is logged of an iteration, except for the diagnosis of the ratio."""
     e, mask = experience, experience.mask
     scored = mask.any(1)
+    env_rewards = torch.tensor([sum(episode.rewards) for episode in episodes])
     metrics = episode_means(episodes, "objective/") | {
         # This replaces the reward of episode_means. In addition it contains --truncation-penalty.
         # Neither contains the KL.
         "objective/reward": float(masked_mean(e.rewards.sum(1), scored)),
+        # of the environment alone, as the episodes were played
+        "objective/env_reward": float(masked_mean(env_rewards, scored)),
         "objective/entropy": -float(masked_mean(e.old_logprobs, mask)),
         "objective/kl": float(masked_mean((e.old_logprobs - e.ref_logprobs).sum(1), scored)),
         "critic/explained_variance": explained_variance(e.values[mask], e.returns[mask]),
@@ -2432,10 +2478,10 @@ def diagnose_ratio(
 ) -> dict:
     """The metrics ratio/...: how far the ratio was from 1 and, if it stayed there, why.
 
-    If the updates use the `same_microbatches` as make_experience, which recomputed the old
-    log-probs, the ratio of the first minibatch is exactly 1, in every precision. The other
-    minibatches of the first epoch have the ratio 1 as well, until a step changes the actor. In
-    later epochs the microbatches differ, and rounding alone moves the ratio.
+    make_experience scores the samples in microbatches. If the first epoch has the
+    `same_microbatches`, the ratio of its first minibatch is exactly 1, in every precision. The
+    other minibatches of the first epoch have the ratio 1 as well, until a step changes the actor.
+    In later epochs the microbatches differ, and rounding alone moves the ratio.
     """
     measured = steps or [early_stop or {"ratio_dev": 0.0}]  # statistics of minibatches
     first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch
@@ -2449,11 +2495,13 @@ def diagnose_ratio(
     bf16 = args.dtype == "bfloat16"
     tolerance = sampler_tolerance(args)
     gap = sampler_gap(experience)
-    # This is the mean |ratio - 1| that rounding explains. In bfloat16 the gap is left out: it is so
-    # large that it would hide a real move.
+    # This is the mean |ratio - 1| that rounding explains: with first_dev 0 and a gap of 2e-6, it is
+    # 2e-6 in float32. In bfloat16 it is 1e-7, because the gap is so large that it would hide a real
+    # move. Twice as much counts as a move, and so does NaN, which is not <= any number.
     rounding = max(first_dev, 1e-7, 0.0 if bf16 else min(gap, tolerance))
-    moved = not all(step["ratio_dev"] <= 2 * rounding for step in judged)  # NaN counts as moved.
-    # The first cause that holds is reported. These are looked at in any case:
+    moved = not all(step["ratio_dev"] <= 2 * rounding for step in judged)
+    # The first cause that holds is reported. These come before the question whether the ratio has
+    # moved. kl_early_stop comes before no_step, since a stop at the first minibatch makes no step.
     causes = {
         "critic_warmup": state.iteration < args.critic_warmup_iterations,
         "empty_mask": not experience.mask.any(),
@@ -2489,21 +2537,46 @@ def diagnose_ratio(
     }
 
 
-def check_first_minibatch(metrics, experience, actor_step_stats, critic_step_stats, state):
-    """Raise UserError if the run begins with a ratio that is not 1, or a value that is not the old.
+def check_iteration(
+    metrics, episodes, experience, actor_step_stats, critic_step_stats, same_microbatches,
+    plan, state, args,
+):  # fmt: skip
+    """Raise UserError if an iteration shows that a change of the code is wrong.
 
-    Old log-probs and values are computed by the same weights in the same microbatches. They differ
-    only if the updates run another forward pass, or if something changed them in between.
+    When PPO begins, the first ratio is 1, the first KL is 0, and the first values of the critic are
+    the old ones, because each pair is computed by the same weights in the same microbatches. Later
+    in a run, find_mistakes warns of such a ratio or value, so that a long run goes on.
     """
+    if not all(episode.stop for episode in episodes):
+        raise UserError("an episode has not ended: its `stop` is empty")
+    for model, steps, planned in (
+        ("actor", actor_step_stats, plan.update_steps),
+        ("critic", critic_step_stats, plan.critic_steps),
+    ):
+        if len(steps) > planned:
+            raise UserError(f"{len(steps)} steps of the {model}, but plan_steps says {planned}")
+        if any(step.get("token_share", 1) > 1.001 for step in steps):
+            raise UserError(
+                f"the {model}'s loss: denom must be the number of tokens of the whole minibatch"
+            )
     # All steps that the actor has ever made are those of this iteration.
     is_first = state.actor_steps == len(actor_step_stats)
-    if is_first and metrics["ratio/diagnosis"] == "forward_mismatch":
+    mismatch = metrics["ratio/diagnosis"] == "forward_mismatch"
+    if is_first and same_microbatches and mismatch:
         raise UserError(
             "the first ratio of the run is not 1: |ratio - 1| is "
             f"{metrics['ratio/first_dev']:.2g} on average: {ADVICE['forward_mismatch']}"
         )
+    kl = (experience.old_logprobs - experience.ref_logprobs).abs()
+    kl = float(masked_mean(kl, experience.mask))  # NaN without a reference
+    if is_first and args.recompute_old_logprobs and kl > 1e-6:
+        raise UserError(
+            "when PPO begins, the actor is the reference, but old_logprobs and ref_logprobs are "
+            f"{kl:.2g} nats apart on average: another temperature? samples of another policy?"
+        )
     is_first = state.critic_steps == len(critic_step_stats)
-    if is_first and metrics["critic/first_dev"] > value_tolerance(experience):
+    wrong_values = metrics["critic/first_dev"] > value_tolerance(experience)
+    if is_first and same_microbatches and wrong_values:
         raise UserError(
             "the first values of the critic are not those of the experience, but "
             f"{metrics['critic/first_dev']:.2g} away on average: {CRITIC_ADVICE}"
@@ -2540,8 +2613,16 @@ def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
         yield "  critic: steps are skipped, since gradients are not finite"
     if metrics["critic/first_dev"] > value_tolerance(experience):
         yield f"  critic: its first values are not those of the experience: {CRITIC_ADVICE}"
-    # With --no-recompute-old-logprobs the sampler's log-probs are the old ones, so their distance
-    # is 0, and the first ratio shows the gap.
+    for model in "actor", "critic":
+        share = metrics.get(f"{model}/token_share", 1)
+        if share < 0.999:
+            yield (
+                f"  {model}: the mask of its loss has {share:.0%} of the tokens that denom counts. "
+                f"The gradient and {model}/* are means over all of these tokens. To leave tokens "
+                "out, replace the mask of the samples that `minibatches` gets"
+            )
+    # With --no-recompute-old-logprobs the sampler's log-probs are the old ones. Then only the first
+    # ratio compares the sampler with the actor.
     gap = "debug/sampler_trainer_logprob_diff" if args.recompute_old_logprobs else "ratio/first_dev"
     if metrics[gap] > sampler_tolerance(args):
         yield (
@@ -2622,8 +2703,9 @@ def fill_in_defaults(args: Args) -> Args:
         if getattr(args, flag):
             setattr(args, flag, locate_model(getattr(args, flag)))
     if args.critic_lr is None:
-        # The head starts at zero. A step of Adam moves each of its weights by the rate, so it moves
-        # a value by about rate * hidden_size: here 0.064.
+        # The head starts at zero, and a step of Adam moves each of its weights by the rate. The
+        # hidden state is normalised: its elements are about 1. So a step moves a value by about
+        # rate * hidden_size, which is 0.064 here.
         folder = args.critic_model or args.model
         args.critic_lr = 0.064 / (load_config(folder).hidden_size if folder else EMBEDDED_WIDTH)
     return args
@@ -2697,9 +2779,9 @@ def print_plan(args, plan, envs: list[gym.Env], eval_envs: list[gym.Env]):
     if eval_envs:
         evaluation = f"{args.eval_episodes} episodes, sampled and greedy, on other seeds"
         prompts, eval_prompts = (
-            getattr(env.unwrapped, "rows", None) for env in (envs[0], eval_envs[0])
+            env_attribute(env, "rows", list) for env in (envs[0], eval_envs[0])
         )
-        if prompts and prompts == eval_prompts:
+        if prompts and repr(prompts) == repr(eval_prompts):  # With arrays, == may raise.
             evaluation += ", but on the prompts of training: see --eval-env-kwargs"
     print0(f"""\
   models     {models}
@@ -2739,11 +2821,83 @@ def configure_torch(args):
     if args.device == "cpu" and not args.model:
         torch.set_num_threads(1)  # The default model is too small for more.
     if args.compile == "on":
-        # The limit counts for a piece of code, and the blocks of all layers and models share one.
+        # The limit is the number of graphs of a function, and all layers and models share theirs.
         torch._dynamo.config.recompile_limit = 64
-        # Otherwise the compiler uses another kernel for the norms' backward pass above some number
-        # of tokens, and compiles the blocks again when a microbatch crosses it.
+        # Keep one kernel for the backward pass of the norms. By default it depends on the number of
+        # tokens, and the blocks would be compiled again for another kernel.
         torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
+
+
+def try_kernels(actor: Transformer, args):
+    """Turn off the kernels that fail on this GPU, on all ranks if they fail on one."""
+    if args.device == "cpu" or args.dtype == "float32":  # They are used in bfloat16 alone.
+        return
+    failures = kernel_failures(actor.config, args.device)
+    if args.critic_model:  # Its heads may have another size.
+        failures |= kernel_failures(load_config(args.critic_model), args.device)
+    for gpu, of_rank in of_all_ranks((torch.cuda.get_device_name(), failures)):
+        for kernel, (failure, replacement) in of_rank.items():
+            if KERNELS[kernel]:
+                KERNELS[kernel] = False
+                print0(
+                    f"warning: {kernel} is turned off, because on {gpu} with torch "
+                    f"{torch.__version__} it {failure}. {replacement} is used instead, which is "
+                    "slower. Please report this line to the project."
+                )
+
+
+def kernel_failures(config: PretrainedConfig, device: str) -> dict[str, tuple[str, str]]:
+    """Try the kernels on small random inputs, with the heads of a model.
+
+    The expected numbers come from the same functions in float32, which use no kernel of KERNELS.
+    Returns {kernel: (how it failed, what is used instead)}.
+    """
+    H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    lengths, size = torch.tensor([1, 200, 77, 130]), 304  # of samples, of a cache
+    B, n, hidden = len(lengths), int(lengths.sum()), config.hidden_size
+    packing = Packing.from_lengths(lengths, torch.zeros(B, 200, dtype=torch.bool), device)
+    sequences = torch.arange(B * Hkv + 1, dtype=torch.int32, device=device)
+    cache = types.SimpleNamespace(size=size, sequences=sequences)
+    newest = lengths[:, None].to(device) - 1  # the position of the newest token of each row [B, 1]
+    context = Context(newest, None, None, cache=cache, n_visible=256)
+    mask = torch.arange(size, device=device) <= newest[..., None, None]  # [B, 1, 1, size]
+
+    def packed(q, k, v, d_out):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = attend_packed(q, k, v, packing)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)
+
+    def by_lengths(q, k, v):
+        if has_varlen("attention by lengths", q, D):
+            return (attend_to_lengths(q, k, v, context).view(q.shape),)
+        return (F.scaled_dot_product_attention(q, k, v, attn_mask=mask),)
+
+    def products(hidden, weight, d_logits):
+        return float32_product(hidden, weight.T), float32_product(d_logits.T, hidden)
+
+    # Rounding to bfloat16 changes a number by up to 2^-8 of it. Attention rounds several times, the
+    # product never. The largest difference is relative to the largest number that is expected.
+    q, kv, newest_q, cached = (n, H, D), (n, Hkv, D), (B, Hkv, H // Hkv, D), (B, Hkv, size, D)
+    matrices = (64, hidden), (1000, hidden), (64, 1000)
+    trials = {  # (function, shapes of its inputs, largest difference allowed, what is used instead)
+        "packed attention": (packed, (q, kv, kv, q), 2**-5, "Padded attention"),
+        "attention by lengths": (by_lengths, (newest_q, cached, cached), 2**-5, "Masked attention"),
+        "float32 product": (products, matrices, 2**-12, "A product of float32 copies"),
+    }
+    generator = torch.Generator().manual_seed(0)  # The random numbers of the run stay the same.
+    failures = {}
+    for kernel, (function, shapes, allowed, replacement) in trials.items():
+        try:
+            inputs = [torch.randn(s, generator=generator).bfloat16().to(device) for s in shapes]
+            for x, expected in zip(function(*inputs), function(*(x.float() for x in inputs))):
+                difference = float((x - expected).abs().max() / expected.abs().max())
+                if not difference <= allowed:  # NaN is not.
+                    failure = f"differs from float32 by {difference:.2%} of the largest number"
+                    failures[kernel] = failure, replacement
+        except Exception as error:
+            text = " ".join(str(error).split())  # in one line
+            failures[kernel] = f"raises {type(error).__name__}: {text:.300}", replacement
+    return failures
 
 
 def all_reduce(x: Tensor) -> Tensor:
@@ -2797,12 +2951,14 @@ def microbatch_rows(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Te
         samples, by length          9 7    6 4    3 2
         microbatches of rank 0      [9]    [6      3]     9 and 9 tokens
         microbatches of rank 1      [7]    [4      2]     7 and 6 tokens
+
+    The result has the indices of these samples in place of their lengths.
     """
     lengths = lengths.tolist()
     order = sorted(rows.tolist(), key=lengths.__getitem__, reverse=True)
     parts = []
-    # Of the newest microbatch, on the rank that has most: its tokens, its tokens with padding, and
-    # those of its longest sample.
+    # Of the newest microbatch of rank 0, which has the longest sample of every group: its tokens,
+    # its tokens with padding, and those of its longest sample.
     tokens = area = longest = 0
     for start in range(0, len(order), WORLD_SIZE):
         group = order[start : start + WORLD_SIZE]  # a sample for each rank
@@ -2823,7 +2979,8 @@ def shard(model: Transformer, args):
         return
     mesh = dist.DeviceMesh(args.device, list(range(WORLD_SIZE)))
     value_head = [] if model.head == "lm" else [model.score]  # It stays in float32.
-    # The embedding is large, so it is a unit. If it is tied, it belongs to the root.
+    # The weights of a unit are gathered before it runs and freed after it. A layer is a unit, and
+    # so is the embedding, which is large. A tied embedding belongs to the root.
     embedding = [] if model.tied else [model.model.embed_tokens]
     # The last unit, the model itself, is the root: it has what no other unit has, such as the head.
     for unit in (*model.model.layers, *value_head, *embedding, model):
@@ -2936,6 +3093,7 @@ def build_actor(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
         actor = copy_model(embedded, args)
     if args.chat_template_kwargs != "{}" and not tokenizer.hf.chat_template:
         raise UserError("--chat-template-kwargs: the actor has no chat template")
+    try_kernels(actor, args)
     return tokenizer, actor
 
 
@@ -2976,7 +3134,7 @@ def set_scores(episodes: list[Episode], reward_model: tuple[Transformer, HFToken
         # Classifiers of transformers read their output at the last token that is not padding.
         while ids[-1] == model.config.pad_token_id and len(ids) > 1:
             ids.pop()
-        text = Episode(episode.env_seed)  # It has an empty mask. Only ids and lengths are used.
+        text = Episode(episode.env_seed)  # used as a list of ids, of which none was sampled
         text.add(ids)
         texts.append(text)
     experience = Experience.from_episodes(texts)
@@ -3004,7 +3162,7 @@ def first_training_seed(args, env: gym.Env) -> int:
 
     It is a multiple of the number of prompts, if the environment knows it: a pass begins there.
     """
-    n = getattr(env.unwrapped, "num_prompts", 1)
+    n = env_attribute(env, "num_prompts", int) or 1
     return round_up(random.Random(args.seed).randrange(FIRST_TRAINING_SEED, 2**31), n)
 
 
@@ -3084,13 +3242,13 @@ def heed_signals():
 class StopSignals:
     """From `catch` on, SIGTERM, SIGHUP and Ctrl-C end the run after the current iteration.
 
-    A handler may run at any point, so it does no more than set `received`. All ranks must stop
-    after the same iteration, so they exchange `received` at the end of each. SIGTERM, which is 15,
-    at rank 1 of two:
+    A handler may run between any two instructions of Python, where no collective may begin. So it
+    takes a note. All ranks must stop after the same iteration, and exchange their notes at the end
+    of each one. This is SIGTERM, which is 15, at rank 1 of two:
 
-                                  during iteration 7     `agree` at its end     after it
-        rank 0                    received = 0           number = 15            stops
-        rank 1    SIGTERM ->      received = 15          number = 15            stops
+                                  during iteration 7     `agree` at its end     then
+        rank 0                    received = 0           number = 15            a checkpoint,
+        rank 1    SIGTERM ->      received = 15          number = 15            exports, the end
     """
 
     def __init__(self):
@@ -3335,7 +3493,9 @@ def save_checkpoint(folder: Path, checkpointed: dict, state: TrainState, args):
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
     tensors = checkpoint_tensors(checkpointed)
-    # The writer holds two copies of a file in memory, so a checkpoint has many of them.
+    # The writer holds a file twice in memory, so the tensors are spread over many files. If
+    # FILE_ELEMENTS were 4, tensors of 6, 4, 3 and 5 elements would be in files 1, 2, 3 and 4 of a
+    # single rank, and in files 1, 1, 2 and 2 of two ranks, each with its shards.
     index_of, elements = {}, 0
     for name, x in tensors.items():
         index_of[name] = 1 + elements // (FILE_ELEMENTS * WORLD_SIZE)

@@ -22,10 +22,14 @@ random, compares one of the other runs with them, and counts how often it is out
 
 import collections
 import json
+import signal
 import sys
 from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from exercise import read_run
 
 RESULTS = Path(__file__).parent / "data" / "reference.jsonl"
 METRICS = (
@@ -40,17 +44,16 @@ OTHER_SEEDS = ", other seeds"  # in the name of the task
 WIDTH, SHARE, LEVEL = 4.25, 0.1, 0.01  # Of 600 normal numbers one is 4.25 standard deviations off in 1 % of all runs.
 
 
-def read_args(folder: Path) -> dict:
+def deciding(args: dict) -> dict:
     """Flags that decide what a run gives; of folders the names."""
-    args = json.loads((folder / "config.json").read_text())["args"]
-    names = {name: Path(args[name]).name for name in ("model", "critic_model", "reward_model") if args[name]}
+    names = {name: Path(args[name]).name for name in ("model", "critic_model", "reward_model") if args.get(name)}
     return {name: value for name, value in (args | names).items() if name not in MAY_DIFFER}
 
 
 def read(folder: Path, n: int | None = None) -> dict:
     """{"args": flags, "points": {metric: [a number or None]}, in logarithms if it is logarithmic} of a run folder."""
-    args = read_args(folder)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    config, rows = read_run(folder)
+    args = deciding(config["args"])
     n = n or iterations_of_a_point(args)
     points = {}
     for name in METRICS:
@@ -118,6 +121,9 @@ def first_outside(found: dict) -> tuple[str, int] | None:
 def healthy_runs(task: str) -> tuple[list[dict], list[dict]]:
     """The reference runs of a task, and the healthy runs with other seeds."""
     runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    tasks = {run["task"] for run in runs if OTHER_SEEDS not in run["task"]}
+    if task not in tasks:
+        sys.exit(f"no reference runs of the task {task!r}: must be one of {', '.join(sorted(tasks))}")
     return tuple([run for run in runs if run["task"] == name] for name in (task, task + OTHER_SEEDS))
 
 
@@ -182,17 +188,18 @@ def draw(found: dict, n: int, path: Path):
 
 def main(folder: str, task: str | None = None) -> bool:
     runs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    if not Path(folder, "metrics.jsonl").is_file():
-        sys.exit(f"{folder} is not the folder of a run")
-    args = read_args(Path(folder))
-    same = lambda reference: all(reference[name] == args[name] for name in ("env_id", "env_kwargs"))
+    try:
+        args = deciding(read_run(Path(folder))[0]["args"])
+    except ValueError as error:
+        sys.exit(str(error))
+    same = lambda reference: all(reference[name] == args.get(name) for name in ("env_id", "env_kwargs"))
     tasks = {run["task"]: run for run in runs if (task or same(run["args"])) and OTHER_SEEDS not in run["task"]}
     if not tasks:
-        sys.exit(f"no reference runs with --env-id {args['env_id']} --env-kwargs {args['env_kwargs']}; "
+        sys.exit(f"no reference runs with --env-id {args.get('env_id')} --env-kwargs {args.get('env_kwargs')}; "
                  "--task NAME compares with those of another")  # fmt: skip
     if task is None:  # the task from whose flags mine differ least
         task = min(tasks, key=lambda name: len(differences(args, tasks[name]["args"])))
-    references = [run for run in runs if run["task"] == task]
+    references, _ = healthy_runs(task)
     iterations, n = references[0]["args"]["num_iterations"], iterations_of_a_point(references[0]["args"])
     print(f"beside {len(references)} runs of {task!r} at {references[0]['commit']}: {references[0]['command']}")
     for line in differences(args, references[0]["args"]):
@@ -217,15 +224,25 @@ def main(folder: str, task: str | None = None) -> bool:
     return left is None
 
 
+def add(task: str, *folders: str) -> None:
+    commit, command = sys.stdin.read().strip().split(" ", 1)  # "COMMIT COMMAND"
+    lines = [{"task": task, "commit": commit, "command": command} | read(Path(folder)) for folder in folders]
+    with RESULTS.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["check"], ["errors"]):
-        {"check": check, "errors": print_errors}[sys.argv[1]](sys.argv[2])
-    elif sys.argv[1:2] == ["add"]:
-        task, *folders = sys.argv[2:]
-        commit, command = sys.stdin.read().strip().split(" ", 1)  # "COMMIT COMMAND"
-        with RESULTS.open("a") as file:
-            for folder in folders:
-                file.write(json.dumps({"task": task, "commit": commit, "command": command} | read(Path(folder))) + "\n")
-    else:
-        task = sys.argv[sys.argv.index("--task") + 1] if "--task" in sys.argv else None
-        sys.exit(not main(sys.argv[1], task))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process without a traceback.
+    match sys.argv[1:]:
+        case ["check", task]:
+            check(task)
+        case ["errors", task]:
+            print_errors(task)
+        case ["add", task, *folders] if folders:
+            add(task, *folders)
+        case [folder] if not folder.startswith("-"):
+            sys.exit(not main(folder))
+        case [folder, "--task", task] | ["--task", task, folder]:
+            sys.exit(not main(folder, task))
+        case _:
+            sys.exit(__doc__)

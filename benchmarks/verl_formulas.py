@@ -41,7 +41,7 @@ def main(folder: Path):
     theirs, their_returns = verl.compute_gae_advantage_return(rewards, values, m, 0.97, 0.9)
     loss, _ = ppo.policy_loss(new, old, advantages, mask, 0.2, 0.28, 3.0, int(mask.sum()))
     their_loss, *_ = verl.compute_policy_loss(old, new, advantages, m, None, 0.2, 0.28, 3.0)
-    v_loss = ppo.value_loss(new, values, returns, mask, 0.5, int(mask.sum()))
+    v_loss, _ = ppo.value_loss(new, values, returns, mask, 0.5, int(mask.sum()))
     their_v_loss, _ = verl.compute_value_loss(new, returns, values, m, 0.5)
     pairs = {
         "advantages, whitened": (advantages, theirs * m), "returns": (returns, their_returns * m),

@@ -20,6 +20,7 @@ import json
 import linecache
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -55,8 +56,9 @@ class Blank:
 
 BLANKS = {
     "schedule": Blank("the linear learning-rate schedule", [Gap("linear_schedule")]),
-    "value": Blank("the loss of the critic", [Gap(
-        "value_loss", "Entries outside the mask may be NaN. Replace them before you compute.", "values, old")]),
+    "value": Blank("the loss of the critic", [Gap("value_loss", """
+        Entries outside the mask may be NaN. Replace them before you compute.
+        After it there must be `loss`.""", "values, old", "loss = 0.5")]),
     "kl": Blank("the estimators k1, k2 and k3 of the KL", [Gap("kl_estimate", """
         `kind` is "k1", "k2" or "k3":
         k1 is the log of pi / pi_ref. Its mean over samples of pi is the KL.
@@ -76,10 +78,11 @@ BLANKS = {
         Entries outside the mask may be NaN. Replace them before you compute.
         dual_clip is None or a number above 1. With a number, a token with a negative advantage A has a loss of at most
         dual_clip * |A|.
-        Returns (loss, stats). `stats` has three entries, without gradients, each a sum over the mask divided by denom:
+        Returns (loss, stats). `stats` has four entries, without gradients, each a sum over the mask divided by denom:
             "clipfrac":  1 where the clip changes the ratio r, whatever the advantage
             "approx_kl": r - 1 - log r, which is k3 of KL(old || new); logratio.expm1() is r - 1
-            "ratio_dev": |r - 1|""", "advantages = torch.where")]),
+            "ratio_dev": |r - 1|
+            "token_share": 1""", "advantages = torch.where")]),
     "sampling": Blank("sampling a token, and its log-prob", [Gap("sample_token", """
         There are `logits` [B, V] of the next token, decoder.temperature, decoder.noise_scale (1, or 0 for greedy
         decoding), decoder.noise_keys [B] and decoder.length [B], the index that the new token will have.
@@ -185,7 +188,17 @@ def bug_text(letter: str) -> str:
     from plant_faults import plant, read_faults
 
     _, old, new = read_faults()[BUGS[letter].fault]
-    return plant(old, new)["ppo_llm.py"]
+    return without_checks(plant(old, new)["ppo_llm.py"])
+
+
+def without_checks(text: str) -> str:
+    """The script without two checks that end a run in its first iteration, with an error that names the bug."""
+    from plant_faults import read_faults
+
+    for check in "denominator_of_a_microbatch_is_not_seen", "first_kl_is_not_checked":
+        _, seen, unseen = read_faults()[check]
+        text = text.replace(seen, unseen)
+    return text
 
 
 # The first line of exercise.py says which exercise it is.
@@ -448,8 +461,34 @@ def print_solution(name: str):
             print(f"# ppo_llm.py, lines {left_out.start + 1} to {left_out.stop}, in {gap.function}")
             print("\n".join(lines[i] for i in left_out), end="\n\n")
         return
-    sick, healthy = bug_text(name).splitlines(), SCRIPT.read_text().splitlines()
+    sick, healthy = bug_text(name).splitlines(), without_checks(SCRIPT.read_text()).splitlines()
     print("\n".join([*difflib.unified_diff(sick, healthy, "with the bug", "ppo_llm.py", n=2, lineterm="")]))
+
+
+def read_run(folder: Path) -> tuple[dict, list[dict]]:
+    """config.json and the rows of metrics.jsonl of a run folder. Raises ValueError with a message.
+
+    A last line that is torn is left out: a run that goes on may be writing it.
+    """
+    try:
+        path = folder / "config.json"
+        config = json.loads(path.read_bytes())
+        if not config["args"] or not config["argv"]:
+            raise ValueError
+        path = folder / "metrics.jsonl"
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{folder} is no run folder: {path.name}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{path} is damaged: it must have the args and the argv of a run, as JSON") from None
+    rows = []
+    for i, line in enumerate(lines, 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            if i < len(lines):
+                raise ValueError(f"{path}, line {i} is damaged: {line!r:.80}") from None
+    return config, rows
 
 
 NOT_FLAGS = "run_name", "log_dir", "resume", "save_every", "track", "wandb_project"  # which change no metric
@@ -460,25 +499,30 @@ class Run:
     folder: Path
 
     def __post_init__(self):
-        config = json.loads((self.folder / "config.json").read_text())
+        config, self.rows = read_run(self.folder)
         self.script = Path(config["argv"][0]).stem
         self.flags = " ".join(config["argv"][1:])
         self.args = {name: x for name, x in config["args"].items() if name not in NOT_FLAGS}
         self.time = (self.folder / "config.json").stat().st_mtime
-        self.rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def numbers(self, metric: str) -> str:
-        found = [row.get(metric) for row in self.rows]
-        if isinstance(found[0] if found else None, list):  # the steps of an iteration
-            found = [f"{len(steps)} steps" for steps in found]
-        texts = [x if isinstance(x, str) else "-" if x is None else f"{x:.3g}" for x in found]
-        return " ".join(texts) or "(no iteration has ended)"
+        def text(x) -> str:
+            if isinstance(x, list):  # the steps of an iteration
+                return f"{len(x)} steps"
+            return "-" if x is None else f"{x:.3g}" if isinstance(x, int | float) else str(x)
+
+        return " ".join(text(row.get(metric)) for row in self.rows) or "(no iteration has ended)"
 
 
 def newest_runs() -> list[Run]:
     """The newest run of exercise.py, and the newest one of the script with the same flags."""
-    folders = [path.parent for path in Path("runs").glob("*/metrics.jsonl") if (path.parent / "config.json").exists()]
-    runs = sorted(map(Run, folders), key=lambda run: run.time, reverse=True)
+    runs = []
+    for path in Path("runs").glob("*/metrics.jsonl"):
+        try:
+            runs.append(Run(path.parent))
+        except ValueError as error:
+            print(f"Left out: {error}.")
+    runs.sort(key=lambda run: run.time, reverse=True)
     sick = next((run for run in runs if run.script == FILE.stem), None)
     if not sick:
         print(f"runs/ has no run of {FILE}.")
@@ -494,11 +538,11 @@ def newest_runs() -> list[Run]:
 
 def show(metric: str, folders: list[Path]) -> int:
     """Print a metric of each iteration."""
-    for folder in folders:
-        if not (folder / "metrics.jsonl").exists() or not (folder / "config.json").exists():
-            print(f"{folder} is no run folder: it has no metrics.jsonl and config.json.")
-            return 2
-    runs = [*map(Run, folders)] if folders else newest_runs()
+    try:
+        runs = [*map(Run, folders)] if folders else newest_runs()
+    except ValueError as error:
+        print(f"{error}.")
+        return 2
     names = sorted({name for run in runs for row in run.rows for name in row})
     if names and metric not in names:
         similar = [name for name in names if metric in name] or difflib.get_close_matches(metric, names, cutoff=0.3)
@@ -570,4 +614,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process without a traceback.
     sys.exit(main())

@@ -395,6 +395,12 @@ def _(ppo):
     same(given, 0.5, statistic(given, stats, "ratio_dev"), "ratio_dev")
 
 
+@rule("surrogate", "token_share is the number of tokens in the mask, divided by denom.")
+def _(ppo):
+    given, _, stats = surrogate(ppo, [1.5, 0.5, 1.0], [1.0, 1.0, 1.0], mask=[T, T, False], denom=4)
+    same(given, 0.5, statistic(given, stats, "token_share"), "token_share")
+
+
 @rule("surrogate", "The statistics have no gradient.")
 def _(ppo):
     logprobs = torch.zeros(1, 2, requires_grad=True)
@@ -428,7 +434,7 @@ def value_case(ppo, values, old, returns, clip=None, denom=1, mask=None):
     given = {"values": tensor([values]), "old_values": tensor([old]), "returns": tensor([returns]),
              "mask": torch.ones(1, len(values)) > 0 if mask is None else tensor([mask]), "clip": clip,
              "denom": denom}  # fmt: skip
-    return given, call(ppo.value_loss, given)
+    return given, call(ppo.value_loss, given)[0]
 
 
 @rule("value", "The loss of a token is half the square of value minus return.")
@@ -456,7 +462,7 @@ def _(ppo):
         values, mask = tensor([[2.0, 3.0]], requires_grad=True), tensor([[T, False]])
         given = {"old_values": tensor([[2.0, 2.0]]), "returns": tensor([[0.0, 1.0]])}
         given[name][0, 1] = NAN
-        ppo.value_loss(values, **given, mask=mask, clip=clip, denom=1).backward()
+        ppo.value_loss(values, **given, mask=mask, clip=clip, denom=1)[0].backward()
         given = {"values": values.detach(), **given, "mask": mask, "clip": clip, "denom": 1}
         same(given, tensor([0.0]), values.grad[:, 1], "gradient of the value outside the mask")
 
@@ -488,7 +494,7 @@ def _(ppo):
 @rule("value", "The gradient reaches the values where they are not clipped.")
 def _(ppo):
     values = tensor([[3.0, 1.0]], requires_grad=True)
-    ppo.value_loss(values, tensor([[3.0, 0.0]]), tensor([[1.0, 1.0]]), tensor([[T, T]]), 0.5, 2).backward()
+    ppo.value_loss(values, tensor([[3.0, 0.0]]), tensor([[1.0, 1.0]]), tensor([[T, T]]), 0.5, 2)[0].backward()
     given = {"values": values.detach(), "old_values": [[3.0, 0.0]], "returns": [[1.0, 1.0]], "clip": 0.5, "denom": 2}
     same(given, tensor([[1.0, 0.0]]), values.grad, "gradient of the values")
 
@@ -972,7 +978,7 @@ def _(ppo):
         for n_tokens, minibatch in ppo.minibatches(experience, 0, ppo.TrainState(), args):
             for mb in minibatch:
                 new = values[mb.lengths - 3][:, : mb.mask.shape[1]]
-                ppo.value_loss(new, mb.values, mb.returns, mb.mask, None, n_tokens).backward()
+                ppo.value_loss(new, mb.values, mb.returns, mb.mask, None, n_tokens)[0].backward()
         found.append(values.grad.norm().item())
     same(EIGHT | {"micro_batch_tokens": [4096, 12]}, found[0], found[1], "norm of the gradient of the value loss")
 

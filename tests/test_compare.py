@@ -51,6 +51,27 @@ def test_errors_counts_draws_in_which_a_run_is_outside_of_the_band_of_others():
     assert compare.errors(RUNS, 4, draws=20) == {}
 
 
+def test_a_run_that_is_being_written_is_compared(tmp_path, monkeypatch, capsys):
+    """The last line of metrics.jsonl may be torn."""
+    monkeypatch.setattr(compare, "draw", lambda *_: None)
+    args = RUNS[0]["args"] | {"model": None, "critic_model": None, "reward_model": None}
+    (tmp_path / "config.json").write_text(json.dumps({"args": args, "argv": ["ppo_llm.py"]}))
+    row = json.dumps({"objective/reward": 0.1})
+    (tmp_path / "metrics.jsonl").write_text(20 * (row + "\n") + row[:-5])
+    assert not compare.main(str(tmp_path))
+    said = capsys.readouterr().out
+    assert f"20 of {args['num_iterations']} iterations" in said and said.endswith("outside\n")
+    compare.main(str(tmp_path), "default")
+    capsys.readouterr()
+    tasks = ", ".join(sorted({run["task"] for run in LINES if "other seeds" not in run["task"]}))
+    for command in lambda task: compare.main(str(tmp_path), task), compare.check, compare.print_errors:
+        with pytest.raises(SystemExit, match=f"no reference runs of the task 'defualt': must be one of {tasks}"):
+            command("defualt")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(SystemExit, match="is no run folder"):
+        compare.main(str(tmp_path))
+
+
 def test_small_numbers_late_in_a_run_say_nothing():
     points, late = RUNS[0]["points"], 33
     still = {"actor/approx_kl": math.log(1e-7), "actor/clipfrac": 0.0}  # the policy does not move

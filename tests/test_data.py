@@ -122,6 +122,24 @@ def test_messages_have_the_ids_of_the_template_and_so_have_those_between_turns(p
         assert episode.prompt_messages == len(messages)
 
 
+def test_messages_that_the_environment_changes_later_stay_as_they_were(ppo, tokenizer):
+    """The conversation, which is logged and scored, is the one whose ids are trained on."""
+    [message] = chat(("user", "a"))
+    contents = iter("cd")
+
+    def step(response):
+        message["content"] = next(contents)
+        return [message], 0.0, False, False, {}
+
+    env, args = types.SimpleNamespace(reset=lambda seed: ([message], {}), step=step), ppo.Args(max_new_tokens=99)
+    episode = episode_of(ppo, tokenizer, env)
+    episode.add([*tokenizer.encode("b"), tokenizer.eos_id], [-1.0] * 2)
+    episode.end_turn(env, len(episode.ids) - 2, tokenizer, args)
+    assert [turn["content"] for turn in episode.conversation] == ["a", "b", "c", "b", "d"]
+    assert tokenizer.hf.decode(episode.ids) == "ab<eos>cb<eos>d"
+    assert ppo.logged_samples([episode], ppo.Experience.from_episodes([episode]))[0]["prompt"] == "a"
+
+
 def test_arguments_of_the_template_and_what_is_wrong_with_them(ppo, tmp_path):
     tokenizer = ppo.HFTokenizer(write_tokenizer(tmp_path, THINKS))
     ends = lambda ids: tokenizer.hf.decode(ids).endswith("<think>\n\n</think>\n\n")

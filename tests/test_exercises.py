@@ -69,7 +69,7 @@ WRONG = {
         ("value_clip_by_min", "The larger of"),
         ("values_clipped_around_returns", "moved further than"),
         (("if clip is not None:", "if clip:"), "A clip of 0"),
-        (("return 0.5 * losses.sum() / denom", "return 0.5 * losses.sum() / mask.sum()"), "divided by `denom`"),
+        (("loss = 0.5 * losses.sum() / denom", "loss = 0.5 * losses.sum() / mask.sum()"), "divided by `denom`"),
         (("values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))",
           "values, returns = values * mask, returns * mask"), "even if they are NaN"),
         (("values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))\n", "\n"),
@@ -159,7 +159,7 @@ WRONG = {
         (("parts = list(experience.microbatches(rows, args))",
           "parts = [experience.microbatch(rows, args.device)]"), "at most micro_batch_tokens"),
         (("yield int(experience.mask[rows].sum()), parts", "yield int(experience.mask[rows].sum()), parts[:1]"),
-         "visits every sample once"),
+         "add up to that of the minibatch"),
         (("yield int(experience.mask[rows].sum()), parts",
           "yield from ((int(part.mask.sum()), [part]) for part in parts)"), "A minibatch has train_batch_size"),
         (("in order.split(args.train_batch_size) if", "in order.split(args.train_batch_size)[: len(order) // args.train_batch_size] if"),  # noqa: E501
@@ -171,7 +171,7 @@ WRONG = {
     ],
     "packing": [
         ("positions_run_on_over_samples", "starts again at 0"),
-        ("places_of_the_mask_alone", "without padding"),
+        ("flat_index_of_the_mask_alone", "without padding"),
         (("sampled = mask.flatten()[flat_index].nonzero()[:, 0]", "sampled = mask.flatten().nonzero()[:, 0]"),
          "among the n packed"),
         (("starts = F.pad(lengths.cumsum(0), (1, 0)).int()", "starts = F.pad(lengths.cumsum(0), (1, 0))"), "as int32"),
@@ -365,6 +365,50 @@ def test_show_compares_the_newest_run_with_a_healthy_one(tmp_path, tool):
     assert tool("show", "objective/x") == (0, "exercise.py has changed since its newest run.\n" + shown)
     (tmp_path / "runs" / "c" / "metrics.jsonl").unlink()
     assert "no run of the healthy script with the same flags: python" in tool("show", "objective/x")[1]
+
+
+def write_run(folder, metrics, **config):
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"args": {"seed": 1}, "argv": ["exercise.py"]} | config
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "metrics.jsonl").write_text(metrics)
+
+
+def test_show_reads_a_run_that_is_being_written(tmp_path, tool):
+    """A torn tail costs its line, not the report."""
+    for torn in "", '{"x": 7', '{"x": 7, "y": "', "\0\0", '{"x": 7}':
+        write_run(tmp_path / "runs" / "a", '{"x": 1}\n{"x": null, "y": 2}\n{"x": [1, 2]}\n' + torn)
+        shown = "    1 - 2 steps" + (" 7" if torn.endswith("}") else "") + "\n"
+        assert tool("show", "x")[1].endswith(f"exercise\n{shown}")
+        assert tool("show", "x", "runs/a") == (0, f"exercise   (runs/a)\n{shown}")
+
+
+def test_show_names_what_is_no_run_and_leaves_it_out_of_the_newest(tmp_path, tool):
+    runs = tmp_path / "runs"
+    write_run(runs / "good", '{"x": 1}')
+    write_run(runs / "middle", '{"x": 1}\n{"x": \n{"x": 2}\n')
+    write_run(runs / "flags", '{"x": 1}', args=None)
+    write_run(runs / "torn", '{"x": 1}')
+    (runs / "torn" / "config.json").write_text('{"args": {')
+    write_run(runs / "none", '{"x": 1}')
+    (runs / "none" / "config.json").unlink()
+    for name, part in {
+        "middle": "runs/middle/metrics.jsonl, line 2 is damaged: b'{\"x\": '.", "none": "config.json: No such file",
+        "flags": "runs/flags/config.json is damaged", "torn": "runs/torn/config.json is damaged",
+        "missing": "runs/missing is no run folder: config.json: No such file or directory.",
+    }.items():  # fmt: skip
+        code, said = tool("show", "x", f"runs/{name}")
+        assert code == 2 and part in said and said.count("\n") == 1, said
+    code, said = tool("show", "x")
+    assert code == 0 and "exercise\n    1\n" in said and said.count("Left out: runs/") == 4, said
+
+
+def test_show_may_be_cut_by_head(tmp_path):
+    write_run(tmp_path / "run", '{"x": 1}\n' * 100_000)
+    command = [sys.executable, ROOT / "tests" / "exercise.py", "show", "x", "run"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
 
 
 @pytest.mark.slow

@@ -121,6 +121,71 @@ def test_a_choice_of_samples_may_round_differently(ppo, tmp_path, dtype):
     assert not warned and all(row["ratio/first_dev"] < 0.05 for row in seen.rows)
 
 
+FORKS = {  # what a fork may do wrong: (text of the script, what takes its place, the error, or a warning)
+    "an episode that goes on": (
+        "        clock.end(\"rollout\")\n", "        episodes[3].stop = \"\"\n        clock.end(\"rollout\")\n",
+        "an episode has not ended: its `stop` is empty"),
+    "two critics whose steps are in one list": (
+        "                critic_step_stats.append(step)\n", "                critic_step_stats += [step, step]\n",
+        "8 steps of the critic, but plan_steps says 4"),
+    "an epoch more than the plan has": (
+        "epochs = args.ppo_epochs if", "epochs = args.ppo_epochs + 1 if",
+        "6 steps of the actor, but plan_steps says 4"),
+    "a policy loss divided by the tokens of the microbatch": (
+        "dual_clip=args.dual_clip, denom=n_tokens,", "dual_clip=args.dual_clip, denom=int(mb.mask.sum()),",
+        "the actor's loss: denom must be the number of tokens of the whole minibatch"),
+    "a value loss divided by the tokens of the microbatch": (
+        "mb.mask, args.value_clip, denom=n_tokens", "mb.mask, args.value_clip, denom=int(mb.mask.sum())",
+        "the critic's loss: denom must be the number of tokens of the whole minibatch"),
+    "a reference at another temperature": (
+        "logprobs_of_all(reference, experience, first_epoch, args)",
+        "logprobs_of_all(reference, experience, first_epoch, dataclasses.replace(args, temperature=0.9))",
+        r"the actor is the reference, but old_logprobs and ref_logprobs are 0\.0\d+ nats apart"),
+    "old log-probs of a demonstration": (
+        "    experience.ref_logprobs = torch.full_like", "    experience.old_logprobs[3] = 0.0\n"
+        "    experience.ref_logprobs = torch.full_like", "the first ratio of the run is not 1"),
+    "another mask for the policy loss": (
+        "newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,",
+        "newlogprobs, mb.old_logprobs, mb.advantages, mb.mask & (mb.tokens % 2 == 0),",
+        r"  actor: the mask of its loss has \d+% of the tokens that denom counts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_a_fork_that_is_wrong_is_told_so_in_its_first_iteration(ppo, tmp_path, name):
+    old, new, message = FORKS[name]
+    with forked(ppo, tmp_path, old, new) as fork:
+        train = lambda: record(fork, tmp_path, micro_batch_tokens=30, kl_coef=0.1, num_iterations=1)
+        if message.startswith("  "):
+            assert sum(bool(re.match(message, text)) for text in train().printed) == 1
+        else:
+            with pytest.raises(fork.UserError, match=message):
+                train()
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize("flags", [
+    dict(env_id="environments:Constant-v0", env_kwargs='{"reward": null}'), dict(target_kl=1e-9),
+    dict(critic_warmup_iterations=1), dict(recompute_old_logprobs=False),
+    dict(env_id="environments:TwoTurns-v0", temperature=0.6, critic_epochs=0)], ids=str)  # fmt: skip
+def test_a_right_run_is_not_told_that_it_is_wrong(ppo, tmp_path, dtype, flags):
+    """Whether or not there are samples with a reward, and although the actor's first step may come late."""
+    seen = record(ppo, tmp_path, dtype=dtype, compile="off", micro_batch_tokens=30, **dict(kl_coef=0.1) | flags)
+    assert len(seen.rows) == 2
+    assert not [text for text in seen.printed if re.match("  (critic|sampler|actor): ", text)]
+
+
+def test_the_rewards_of_the_environment_are_logged_as_they_were(ppo, tmp_path):
+    """Although a fork changes those of the experience."""
+    line = "    experience.rewards[last] -= args.truncation_penalty * was_cut\n"
+    flags = dict(env_id="environments:Constant-v0", env_kwargs='{"reward": 0.5}', truncation_penalty=0.25)
+    with forked(ppo, tmp_path, line, line + "    experience.rewards[last] -= 0.1\n") as fork:
+        rows = record(fork, tmp_path, **flags).rows
+    for row in rows:
+        assert row["objective/env_reward"] == 0.5
+        assert row["objective/reward"] == pytest.approx(0.4 - 0.25 * row["objective/truncated"], abs=1e-6)
+
+
 # --- The sampler
 
 WARNING = "  sampler: its log-probs differ from "
@@ -481,6 +546,26 @@ def test_the_plan_says_when_evaluations_use_the_prompts_of_training(ppo, tmp_pat
         flags = dict(env_id="Prompts-v0", env_kwargs=kwargs, run_name=name, num_iterations=1) | flags
         [plan] = [text for text in record(ppo, tmp_path, **flags).printed if "\n  evaluation " in text]
         assert ("on other seeds, but on the prompts of training: see --eval-env-kwargs" in plan) == said
+
+
+def test_attributes_of_other_kinds_than_ours_mean_something_else(ppo, capsys):
+    """Such as the number of rows of a board, or a method."""
+    args = ppo.fill_in_defaults(ppo.Args(**SMALL))
+    env_with = lambda **attributes: types.SimpleNamespace(unwrapped=types.SimpleNamespace(**attributes))
+    seed = ppo.first_training_seed(args, env_with())
+    assert ppo.first_training_seed(args, env_with(num_prompts=7)) == seed + -seed % 7 > seed
+    for value in None, 0, 5.0, torch.tensor([2, 3]), len:
+        env = env_with(num_prompts=value)
+        assert ppo.first_training_seed(args, env) == seed, value
+        ppo.check_prompts([env], None, args)  # It plays none.
+
+    def is_named(rows):
+        both = [[env_with(rows=copy.deepcopy(rows))] for _ in range(2)]
+        ppo.print_plan(args, ppo.plan_steps(args), *both)
+        return "on the prompts of training" in capsys.readouterr().out
+
+    assert not any(map(is_named, [None, 4, torch.zeros(2), len]))
+    assert is_named([{"prompt": "a"}]) and is_named([{"prompt": "a", "x": torch.zeros(2)}])
 
 
 @pytest.mark.parametrize(("episodes", "made"), [(0, 8), (2, 16)])
