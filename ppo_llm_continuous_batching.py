@@ -3237,7 +3237,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
     if args.sft_steps == 0:
         return
     # An environment that knows its prompts gives all of them for these seeds.
-    seeds = range(getattr(env.unwrapped, "num_prompts", 0)) or [first]
+    seeds = range(env_attribute(env, "num_prompts", int) or 0) or [first]
     lacking = [seed for seed in seeds if checked_reset(env, seed)[1].get("demonstration") is None]
     if len(lacking) == len(seeds):
         print0("no warm start: the environment gives no demonstrations")
