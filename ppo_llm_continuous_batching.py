@@ -923,7 +923,7 @@ def rollout(decoder, tokenizer, envs, seeds, iteration, args) -> list[Episode]:
 
 
 # --- Continuous batching. A row that is finished takes the next turn that waits, of any episode.
-# There are more environments than rows, so that a row that becomes free finds a prefilled episode.
+# There are more environments than rows, so a row that becomes free finds a prefilled episode.
 
 
 ENVS_PER_ROW = 1.25
