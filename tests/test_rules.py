@@ -147,7 +147,7 @@ FORKS = {  # what a fork may do wrong: (text of the script, what takes its place
     "another mask for the policy loss": (
         "newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,",
         "newlogprobs, mb.old_logprobs, mb.advantages, mb.mask & (mb.tokens % 2 == 0),",
-        r"  actor: the mask of its loss has \d+% of the tokens that denom counts"),
+        r"  actor: its loss has fewer tokens than denom \(actor/token_share\)"),
 }  # fmt: skip
 
 
