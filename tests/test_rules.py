@@ -558,6 +558,9 @@ def test_attributes_of_other_kinds_than_ours_mean_something_else(ppo, capsys):
         env = env_with(num_prompts=value)
         assert ppo.first_training_seed(args, env) == seed, value
         ppo.check_prompts([env], None, args)  # It plays none.
+        env.reset = lambda seed: ("a", {})
+        ppo.warm_start(None, None, env, dataclasses.replace(args, sft_steps=1))
+        assert "no warm start" in capsys.readouterr().out
 
     def is_named(rows):
         both = [[env_with(rows=copy.deepcopy(rows))] for _ in range(2)]
