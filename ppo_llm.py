@@ -411,7 +411,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
     # The sampler is copied after load_checkpoint, which changes the actor.
     sampler = copy_model(actor, args, sampler=True)
     plan = plan_steps(args)
-    run = Run(args, state)
+    run = Run(args, state, checkpoint_path, stop.restore)
     stop.catch()
     print_plan(args, plan, envs, eval_envs)
     decoder = Decoder(sampler, decoder_rows(args), tokenizer.stop_ids, args)
@@ -3057,7 +3057,8 @@ class StopSignals:
         self.received = 0  # the signal that this rank has received
         self.number = 0  # the signal that any rank had received when `agree` was called
         self.immediate = False
-        self.restore = contextlib.ExitStack()  # On exit it sets the earlier handlers again.
+        # On exit it sets the earlier handlers again. Run adds what ends with the run.
+        self.restore = contextlib.ExitStack()
 
     def catch(self):
         if threading.current_thread() is not threading.main_thread():
@@ -3109,7 +3110,7 @@ def lines_before(path: Path, iteration: int) -> Iterator[bytes]:
 class Run:
     """The folder <log_dir>/<run_name>/: *.jsonl, TensorBoard's file, config.json, summary.json."""
 
-    def __init__(self, args, state: TrainState):
+    def __init__(self, args, state, checkpoint_path: Path | None, restore: contextlib.ExitStack):
         self.args, self.state, self.summary = args, state, {}
         self.started = time.monotonic()
         self.print_once = functools.cache(print0)
@@ -3120,7 +3121,14 @@ class Run:
             return
         with attempt(f"write {self.path}"):
             self.path.mkdir(parents=True, exist_ok=args.resume == "auto")
-            self.lock()
+            self.lock(restore)
+            # The models were loaded before the lock was there. An earlier process of this run, which
+            # was still ending, may have saved a checkpoint meanwhile.
+            if args.resume == "auto" and newest_checkpoint(self.path) != checkpoint_path:
+                raise UserError(
+                    f"--resume auto: another process has written a checkpoint in {self.path} since "
+                    "this one began. Start this one again: it resumes from that checkpoint"
+                )
             write_json(self.path / "config.json", {"args": vars(args), "argv": sys.argv})
             for name in ("metrics", "completions"):
                 # The lines of iterations after the checkpoint will be written again.
@@ -3140,13 +3148,16 @@ class Run:
                     resume="allow" if args.resume == "auto" else "never",
                 )
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
-        atexit.register(self.close, "failed")  # `close` takes this back.
+        restore.callback(self.fail)
 
-    def lock(self):
-        """Refuse a folder in which another process runs. Its lock ends with the process."""
-        self.locked = open(self.path / "lock", "w")
+    def lock(self, restore: contextlib.ExitStack):
+        """Refuse a folder in which another process runs. The lock ends with the run or process."""
+        file = restore.enter_context(open(self.path / "lock", "w"))
+        # A process that a reward function forks would keep the lock for as long as it lives.
+        os.register_at_fork(after_in_child=file.close)
         try:
-            fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not lockf: that lock is lost when user code reads the file, as in a copy of the folder.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             message = f"another process runs in {self.path}: choose another --run-name"
             raise UserError(message) from None
@@ -3196,8 +3207,13 @@ class Run:
         with open(self.path / f"{name}.jsonl", "a") as file:
             file.write(line + "\n")
 
+    def fail(self):
+        """Close a run that an error has ended. The error is shown, not that of a full disk here."""
+        if "status" not in self.summary:
+            with contextlib.suppress(OSError):
+                self.close("failed")
+
     def close(self, status: str) -> dict:
-        atexit.unregister(self.close)
         self.summary |= {
             "status": status,
             "eval_before": self.state.eval_before,

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -289,7 +290,7 @@ def test_a_listing_that_lags_behind_is_waited_for(ppo, tmp_path):
     assert iterations(tmp_path) == [0] and ppo.is_complete(newest(tmp_path))
 
 
-LOCK = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB); print(1)"
+LOCK = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB); print(1)"
 
 
 def lock_in_another_process(path, wait="sys.stdin.read()"):
@@ -308,23 +309,35 @@ def test_a_folder_in_which_another_process_runs_is_refused_until_that_is_gone(pp
     assert record(ppo, tmp_path / "runs", resume="auto").summary["status"] == "completed"
 
 
-def test_a_run_locks_its_folder_and_what_a_reward_function_forks_does_not_keep_the_lock(ppo, tmp_path):
-    with mock.patch.object(ppo, "SummaryWriter"):
-        run = ppo.Run(ppo.Args(log_dir=str(tmp_path), run_name="run"), ppo.TrainState())
-    said = lambda: lock_in_another_process(tmp_path / "run" / "lock", wait="pass").communicate()[0]
+@pytest.fixture
+def locked(ppo, tmp_path):
+    """The end of a run that has locked tmp_path/run, and whether another process may lock it now."""
+    end = contextlib.ExitStack()
+    with end, mock.patch.object(ppo, "SummaryWriter"):
+        ppo.Run(ppo.Args(log_dir=str(tmp_path), run_name="run"), ppo.TrainState(), None, end)
+        yield end, lambda: lock_in_another_process(tmp_path / "run" / "lock", wait="pass").communicate()[0] == b"1\n"
+
+
+def test_a_run_locks_its_folder_and_what_a_reward_function_forks_does_not_keep_the_lock(locked):
+    end, may_lock = locked
     if not (child := os.fork()):
         time.sleep(100)
         os._exit(0)
-    refused = said()
-    run.locked.close()  # as at the end of the process
-    assert (refused, said()) == (b"", b"1\n")
+    assert not may_lock()
+    end.close()
+    assert may_lock()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    run.close("completed")
+
+
+def test_a_run_whose_folder_its_own_process_copies_keeps_the_lock(locked, tmp_path):
+    """As a reward function may do (r-lib/fslock#6, haskell/unix#44)."""
+    shutil.copytree(tmp_path / "run", tmp_path / "backup")
+    assert not locked[1]()
 
 
 def test_a_disk_without_locks_will_do(ppo, tmp_path):
-    with mock.patch.object(ppo.fcntl, "lockf", side_effect=OSError(errno.ENOLCK, "No locks available")):
+    with mock.patch.object(ppo.fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
         assert record(ppo, tmp_path).summary["status"] == "completed"
 
 
