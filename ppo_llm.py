@@ -3029,20 +3029,21 @@ class TrainState:
     eval_before: dict | None = None
 
 
-SIGNALS = [signal.SIGTERM, signal.SIGINT]
-if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup sets it: SIGHUP stays ignored.
-    SIGNALS.append(signal.SIGHUP)
+# A lost terminal sends SIGHUP. Schedulers announce the end of a job by one of the last three.
+SIGNALS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+)  # fmt: skip
 
 
-def heed_signals():
+def heed_signals(numbers: list[int]):
     """In a process that a reward function has forked: let signals end it, as they do by default."""
-    for number in SIGNALS:
+    for number in numbers:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 class StopSignals:
-    """From `catch` on, SIGTERM, SIGHUP and Ctrl-C end the run after the current iteration.
+    """From `catch` on, SIGNALS end the run after the current iteration. SIGINT is Ctrl-C.
 
     A handler may run at any point, so it does no more than set `received`. All ranks must stop
     after the same iteration, so they exchange `received` at the end of each. SIGTERM, which is 15,
@@ -3063,24 +3064,33 @@ class StopSignals:
     def catch(self):
         if threading.current_thread() is not threading.main_thread():
             return  # Only the main thread can handle signals.
-        for number in SIGNALS:
+        # nohup has SIGHUP ignored, and user code may handle signals. These are left as they are.
+        numbers = [
+            number
+            for number in SIGNALS
+            if number in (signal.SIGTERM, signal.SIGINT)
+            or signal.getsignal(number) == signal.SIG_DFL
+        ]
+        for number in numbers:
             self.restore.callback(signal.signal, number, signal.signal(number, self.receive))
+        self.restore.callback(numbers.clear)  # Then the functions below do nothing.
         # Signals are blocked during a fork, so that the child gets none before heed_signals.
         os.register_at_fork(
-            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
-            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
-            after_in_child=heed_signals,
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, numbers),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers),
+            after_in_child=lambda: heed_signals(numbers),
         )
 
     def receive(self, number: int, frame):
-        self.received = number
+        is_first, self.received = not self.received, number
         if number == signal.SIGINT:  # The second one stops at once.
             signal.signal(number, signal.default_int_handler)
         if self.immediate:
             self.immediate = False
             raise KeyboardInterrupt
-        with contextlib.suppress(OSError):  # stderr may be closed.
-            os.write(2, b"\nstopping after this iteration; a second Ctrl-C stops at once\n")
+        if is_first:  # A limit of CPU time sends SIGXCPU every second.
+            with contextlib.suppress(OSError):  # stderr may be closed.
+                os.write(2, b"\nstopping after this iteration; a second Ctrl-C stops at once\n")
 
     @contextlib.contextmanager
     def at_once(self):

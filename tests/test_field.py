@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import importlib.util
 import json
 import math
 import os
@@ -38,29 +37,54 @@ pytestmark = pytest.mark.shared
 # --- Signals, flags, plan
 
 
+OTHER_SIGNALS = pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU],
+                                         ids=lambda number: number.name)  # fmt: skip
+
+
 @contextlib.contextmanager
-def imported_again(ppo):
-    spec = importlib.util.spec_from_file_location("ppo_llm", ppo.__file__)
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, ppo_llm=module):
-        spec.loader.exec_module(module)
-        yield module
-
-
-@pytest.mark.parametrize(("handler", "status"), [
-    (lambda *_: None, "interrupted"), (signal.SIG_IGN, "completed"),
-], ids=["terminal", "nohup"])  # fmt: skip
-def test_a_lost_terminal_ends_the_run_after_the_iteration_unless_nohup_says_otherwise(ppo, tmp_path, handler, status):
-    before = signal.signal(signal.SIGHUP, handler)
+def handled_by(number, handler):
+    before = signal.signal(number, handler)
     try:
-        with imported_again(ppo) as module:
-            with on_call(module, "policy_loss", 2, lambda *_: os.kill(os.getpid(), signal.SIGHUP)):
-                seen = record(module, tmp_path)
+        yield
     finally:
-        signal.signal(signal.SIGHUP, before)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == status
-    if status == "interrupted":
-        assert (seen.code, len(seen.rows), iterations(tmp_path / "run")) == (129, 1, [1])
+        signal.signal(number, before)
+
+
+@OTHER_SIGNALS
+def test_a_lost_terminal_or_a_scheduler_ends_the_run_after_the_iteration(ppo, tmp_path, capfd, number):
+    """USR1: slurm's --signal, pytorch-lightning#1455; USR2: submitit#1701; XCPU: a limit of CPU time, every second."""
+
+    def send(*_):
+        assert signal.getsignal(number) != signal.SIG_DFL  # which would end this process
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+
+    with handled_by(number, signal.SIG_DFL), on_call(ppo, "policy_loss", 2, send):
+        seen = record(ppo, tmp_path)
+        assert signal.getsignal(number) == signal.SIG_DFL
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
+    assert (seen.code, len(seen.rows), iterations(tmp_path / "run")) == (128 + number, 1, [1])
+    assert capfd.readouterr().err.count("stopping after this iteration") == 1
+
+
+def fork_has(handlers):
+    """Whether signals have these handlers in a process that is forked."""
+    if not (child := os.fork()):
+        os._exit(any(signal.getsignal(number) != handler for number, handler in handlers.items()))
+    return os.waitpid(child, 0)[1] == 0
+
+
+@OTHER_SIGNALS
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None], ids=["ignored", "handled"])
+def test_signals_that_nohup_or_user_code_has_set_are_left_alone(ppo, number, handler):
+    """In processes that are forked as well."""
+    stop = ppo.StopSignals()
+    with handled_by(number, handler), stop.restore:
+        stop.catch()
+        assert signal.getsignal(number) == handler and signal.getsignal(signal.SIGTERM) == stop.receive
+        assert fork_has({number: handler, signal.SIGTERM: signal.SIG_DFL})
+    with handled_by(signal.SIGTERM, handler):
+        assert fork_has({signal.SIGTERM: handler})  # The run has ended.
 
 
 def test_a_flag_whose_variable_is_unset_is_refused(ppo, tmp_path):
@@ -117,7 +141,7 @@ def test_a_rank_without_a_world_is_refused(ppo, tmp_path, monkeypatch, name):
 
 
 def test_a_run_on_another_thread_leaves_the_handlers_of_signals_alone(ppo, tmp_path):
-    handlers = lambda: [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    handlers = lambda: [signal.getsignal(number) for number in ppo.SIGNALS]
     before, seen = handlers(), []
     with on_call(ppo, "rollout", 1, lambda *_: seen.append(handlers())), ThreadPoolExecutor(1) as threads:
         run = threads.submit(record, ppo, tmp_path).result()
