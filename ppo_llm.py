@@ -2693,13 +2693,24 @@ def connect(args):
         raise UserError(
             "only one of the variables RANK and WORLD_SIZE is set: use torchrun, or unset that one"
         )
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ and tasks not in ("", "1"):
+        raise UserError(
+            f"SLURM_NTASKS is {tasks}, but RANK is not set: the {tasks} tasks would be runs of their "
+            "own. Let srun start torchrun, in one task per node, as docs/slurm.md shows. For a "
+            "single process, unset SLURM_NTASKS"
+        )
     if use_cuda:
         with attempt("use --device cuda"):
             torch.cuda.set_device(LOCAL_RANK)
     if not dist.is_initialized():
         # Without torchrun this process is the only rank. HashStore needs no network.
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", **alone)
+        with attempt(
+            "join the ranks (use torchrun, with --standalone if the port is in use; for a single "
+            "process, unset RANK and WORLD_SIZE)"
+        ):
+            dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", **alone)
 
 
 def configure_torch(args):
@@ -2708,6 +2719,13 @@ def configure_torch(args):
     if args.device == "cpu" and not args.model:
         torch.set_num_threads(1)  # The default model is too small for more.
     if args.compile == "on":
+        variable, *names = ("CC", "gcc", "clang") if args.device == "cuda" else ("CXX", "g++")
+        names = [os.environ[variable]] if variable in os.environ else names
+        if not any(map(shutil.which, names)):
+            raise UserError(
+                f"--compile on: torch.compile needs the compiler {' or '.join(names)}, which is not "
+                "installed: install it, or use --compile off"
+            )
         # The limit counts for a piece of code, and the blocks of all layers and models share one.
         torch._dynamo.config.recompile_limit = 64
         # Otherwise the compiler uses another kernel for the norms' backward pass above some number

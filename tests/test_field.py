@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ import torch
 from environments import TextEnv, gym
 from test_bad_input import refuse
 from test_checkpoints import iterations, newest
+from test_distributed import finish, flags_of, start
 from test_model import CHATML, WEIGHTS, character_tokenizer, edit, random_model, write_tokenizer
 from test_rollout import make_model
 from test_train import SMALL, on_call, record, without_clock
@@ -135,6 +137,61 @@ def test_a_checkpoint_is_found_although_user_code_changes_the_working_directory(
 def test_a_rank_without_a_world_is_refused(ppo, tmp_path, monkeypatch, name):
     monkeypatch.setenv(name, "0")
     refuse(ppo, tmp_path, "only one of the variables RANK and WORLD_SIZE is set: use torchrun")
+
+
+def test_tasks_of_slurm_that_torchrun_has_not_started_are_refused(ppo, tmp_path, monkeypatch):
+    """Each would be a run of its own."""
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    for tasks in "", "1":
+        monkeypatch.setenv("SLURM_NTASKS", tasks)
+        ppo.connect(ppo.Args(device="cpu"))
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    refuse(ppo, tmp_path, "SLURM_NTASKS is 8, but RANK is not set: ", "Let srun start torchrun", "docs/slurm.md")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    ppo.connect(ppo.Args(device="cpu"))
+    monkeypatch.undo()
+    monkeypatch.setenv("SLURM_NTASKS", "8")  # in a shell of salloc, in which one process is started
+    ppo.connect(ppo.Args(device="cpu"))
+
+
+def test_ranks_that_cannot_meet_are_one_line_that_says_what_to_do(ppo, tmp_path):
+    """As without MASTER_ADDR, or where another run has the port (lm-sys/FastChat#2713)."""
+    in_use = mock.Mock(side_effect=ppo.dist.DistNetworkError("EADDRINUSE"))
+    apart = mock.patch.multiple(ppo.dist, is_initialized=lambda: False, init_process_group=in_use)
+    error = r"^cannot join the ranks \(use torchrun, with --standalone .* unset RANK and WORLD_SIZE\): .*EADDRINUSE$"
+    with apart, pytest.raises(ppo.UserError, match=error):
+        ppo.connect(ppo.Args(device="cpu"))
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_meet_end_the_process_with_one_line(ppo, tmp_path):
+    alone = [f"{name}={number}" for name, number in (("RANK", 0), ("WORLD_SIZE", 1))]
+    with socket.create_server(("localhost", 0)) as server:
+        at_port = ["MASTER_ADDR=localhost", f"MASTER_PORT={server.getsockname()[1]}"]
+        for variables, part in ([], "MASTER_ADDR expected"), (at_port, "EADDRINUSE"):
+            command = ["env", *alone, *variables, sys.executable, ppo.__file__, *flags_of()]
+            code, output = finish(start(command, tmp_path), timeout=120)
+            last = output.splitlines()[-1]
+            assert code == 2 and last.startswith("error: cannot join the ranks") and part in last, output
+            assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(("device", "variable", "names"), [("cpu", "CXX", "g++"), ("cuda", "CC", "gcc or clang")])
+def test_compilation_without_a_compiler_is_refused_before_models_are_loaded(ppo, monkeypatch, device, variable, names):
+    compiles = lambda: ppo.configure_torch(ppo.Args(device=device, compile="on", model="A"))
+    monkeypatch.setattr(torch, "_dynamo", mock.Mock(), raising=False)
+    monkeypatch.setattr(torch, "_inductor", mock.Mock(), raising=False)
+    monkeypatch.delenv(variable, raising=False)
+    compiles()
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ppo.UserError, match=f"--compile on: torch.compile needs the compiler {re.escape(names)}, which"):
+        compiles()
+    monkeypatch.setenv(variable, sys.executable)
+    compiles()
+    monkeypatch.setenv(variable, "/nowhere/cc")
+    with pytest.raises(ppo.UserError, match=r"compiler /nowhere/cc, which is not installed: .* or use --compile off"):
+        compiles()
 
 
 # --- The process of the user
