@@ -2076,7 +2076,13 @@ def start_threads(count: int) -> ThreadPool:
     """
     count = min(count, 256)
     with attempt(f"start {count} threads for environments: see ulimit -u, or --rollout-slots"):
-        threads = ThreadPool(count, set_up_thread, (False,))
+        try:
+            threads = ThreadPool(count, set_up_thread, (False,))
+        except OSError as error:  # of a semaphore
+            raise UserError(
+                "cannot make the semaphores of a ThreadPool, which are files in /dev/shm: it must "
+                f"exist, be writable, and have space left: {type(error).__name__}: {error}"
+            ) from error
     atexit.register(threads.terminate)  # A thread that hangs does not keep the process alive.
     return threads
 
@@ -2557,8 +2563,10 @@ progress_bar = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 
 
 def print0(text: str):
     if RANK == 0:
-        with contextlib.suppress(OSError, ValueError):  # stdout may be closed, or not UTF-8.
-            print(text, flush=True)
+        # Where stdout is not UTF-8, letters that it lacks are written as \xe9.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        with contextlib.suppress(OSError, ValueError):  # stdout may be closed.
+            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def fill_in_defaults(args: Args) -> Args:

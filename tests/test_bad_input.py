@@ -1,5 +1,6 @@
 """Bad input: one line that names flag, file or environment and what is wrong; exit code 2."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -125,6 +126,43 @@ def test_stdout_may_be_replaced_or_closed(ppo, tmp_path):
             main(ppo)
         assert len(lines(tmp_path / str(i))) == 1
     assert "1/1: reward" in streams[1].getvalue()
+
+
+@contextlib.contextmanager
+def printed_in(encoding):
+    """What is printed in this encoding; the text is in the list when the context ends."""
+    stdout, printed = io.TextIOWrapper(io.BytesIO(), encoding=encoding), []
+    with mock.patch.object(sys, "stdout", stdout):
+        yield printed
+    printed.append(stdout.buffer.getvalue().decode(encoding))
+
+
+@pytest.mark.parametrize(("encoding", "letters", "shown"), [
+    ("ascii", "\xe9\u4e2d", r"\xe9\u4e2d"), ("latin-1", "\xe9\u4e2d", "\xe9" + r"\u4e2d"),
+    ("utf-8", "\xe9\u4e2d", "\xe9\u4e2d"), ("utf-8", "\udcc3", r"\udcc3"),  # in names whose bytes are no UTF-8
+])  # fmt: skip
+def test_letters_that_stdout_lacks_are_replaced(ppo, encoding, letters, shown):
+    with printed_in(encoding) as printed:
+        ppo.print0(f"saved runs/{letters}")
+    assert printed == [f"saved runs/{shown}\n"]
+
+
+def test_no_line_of_a_run_is_lost_where_stdout_is_not_utf_8(ppo, tmp_path):
+    """As in containers without a locale (Megvii-BaseDetection/YOLOX#220)."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "\xe9="}))
+    kwargs = json.dumps({"path": str(tmp_path / "rows.jsonl"), "reward": "environments:length"})
+    with printed_in("ascii") as printed:
+        record(ppo, tmp_path, env_id="Prompts-v0", env_kwargs=kwargs, run_name="r\xe9", num_iterations=1, save_every=1)
+    lines = printed[0].splitlines()
+    assert rf"saved {tmp_path}/r\xe9/checkpoints/iter_000001" in lines and any(r"['\xe9='" in line for line in lines)
+    assert any(line.startswith("  rewards    Prompts-v0") for line in lines)
+
+
+@pytest.mark.slow
+def test_an_error_whose_letters_stderr_lacks_is_not_lost(ppo, tmp_path):
+    command = ["env", "PYTHONIOENCODING=ascii", sys.executable, ppo.__file__, *flags_of(log_dir="/dev/null/r\xe9")]
+    code, output = finish(start(command, tmp_path), timeout=240)
+    assert code == 2 and r"error: cannot write /dev/null/r\xe9/run" in output, output
 
 
 @pytest.mark.parametrize("flag", ["env_kwargs", "eval_env_kwargs"])

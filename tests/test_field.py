@@ -185,7 +185,7 @@ def test_compilation_without_a_compiler_is_refused_before_models_are_loaded(ppo,
     monkeypatch.delenv(variable, raising=False)
     compiles()
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ppo.UserError, match=f"--compile on: torch.compile needs the compiler {re.escape(names)}, which"):
+    with pytest.raises(ppo.UserError, match=f"--compile on: .* needs the compiler {re.escape(names)}, which"):
         compiles()
     monkeypatch.setenv(variable, sys.executable)
     compiles()
@@ -306,6 +306,15 @@ def test_a_limit_of_threads_is_an_error_that_says_what_to_do(ppo):
     limit = mock.patch.object(threading.Thread, "start", side_effect=starts)
     error = "cannot start 8 threads for environments: see ulimit -u, or --rollout-slots: "
     with limit, pytest.raises(ppo.UserError, match=error):
+        ppo.env_threads.__wrapped__(8)
+
+
+@pytest.mark.parametrize("error", [errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSYS, errno.ENOSPC])
+def test_a_container_without_shared_memory_is_an_error_that_names_it(ppo, error):
+    """ThreadPool has semaphores (actionless/pikaur#567)."""
+    no_semaphores = mock.patch("_multiprocessing.SemLock", side_effect=OSError(error, os.strerror(error)))
+    message = f"^cannot make the semaphores of a ThreadPool, which are files in /dev/shm: .*{os.strerror(error)}$"
+    with no_semaphores, pytest.raises(ppo.UserError, match=message):
         ppo.env_threads.__wrapped__(8)
 
 
