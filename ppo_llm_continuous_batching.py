@@ -2605,6 +2605,16 @@ class UserError(ValueError):
 class CodeError(UserError):
     """An error in the user's code, such as a reward function. Its traceback is printed as well."""
 
+    def has_traceback(self) -> bool:
+        """Whether there is code of the user in it, not only this script, gymnasium and Python."""
+        known = {__name__, "gymnasium", *sys.stdlib_module_names}
+        error, modules = self.__cause__, set()
+        while error:
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                modules.add(frame.f_globals.get("__name__", "").partition(".")[0])
+            error = error.__cause__ or error.__context__
+        return bool(modules - known)
+
 
 @contextlib.contextmanager
 def attempt(task: str, kind: type[UserError] = UserError) -> Iterator[None]:
@@ -3470,9 +3480,9 @@ def main():
     except UserError as error:
         if RANK > 0:
             time.sleep(5)  # Rank 0 reports first. Then torchrun ends the others.
-        print(f"error: {error}", file=sys.stderr)
-        if isinstance(error, CodeError):
+        if isinstance(error, CodeError) and error.has_traceback():
             traceback.print_exception(error.__cause__)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
         # A thread of gloo may still have to let go of the last collective's tensors. While Python

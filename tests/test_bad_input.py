@@ -65,17 +65,28 @@ def test_flags_that_contradict_each_other_or_the_disk(ppo, tmp_path, flags, part
     refuse(ppo, tmp_path, *parts, **flags)
 
 
-def test_main_prints_one_line_and_of_the_users_code_the_traceback(ppo, tmp_path, capsys):
-    patched, raises = mock.patch.object, dict(env_id="environments:Raises-v0")
-    unmade = dict(env_id="environments:Unmade-v0", run_name="unmade")
-    for flags, part, has_traceback in (
-            (dict(gamma=-1), "--gamma -1.0", False), (raises, "out of order", True), (unmade, "nope", True)):
-        argv = [ppo.__file__, *flags_of(log_dir=tmp_path, **flags)]
-        with patched(sys, "argv", argv), patched(ppo, "SummaryWriter"), pytest.raises(SystemExit) as end:
-            main(ppo)
-        first, *rest = capsys.readouterr().err.splitlines()
-        assert end.value.code == 2 and first.startswith("error: ") and part in first
-        assert any("environments.py" in line for line in rest) == has_traceback == bool(rest)
+@pytest.mark.parametrize(("flags", "part", "has_traceback"), [
+    (dict(gamma=-1), "--gamma -1.0", False),
+    (dict(env_id="environments:Raises-v0"), "out of order", True),
+    (dict(env_id="environments:Unmade-v0"), "nope", True),
+    (dict(env_id="imports_what_is_not_there:X-v0"), "No module named 'not_there'", True),
+    (dict(env_id="No-Such-v0"), "NameNotFound: Environment `No-Such` doesn't exist", False),
+    (dict(env_id="no_such_module:X-v0"), "No module named 'no_such_module'", False),
+    (dict(env_id="environments:Plain-v0", env_kwargs='{"split": "train"}'), "TypeError", False),
+    (dict(env_id="environments:FourValues-v0"), "TypeError: step must return a tuple", False),
+    (dict(env_id="environments:RewardNaN-v0"), "nan, which is not a finite number", False),
+])  # fmt: skip
+def test_main_prints_one_line_and_before_it_the_traceback_if_there_is_code_of_the_user_in_it(
+        ppo, tmp_path, monkeypatch, capsys, flags, part, has_traceback):  # fmt: skip
+    (tmp_path / "imports_what_is_not_there.py").write_text("import not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", [ppo.__file__, *flags_of(log_dir=tmp_path, **flags)])
+    with mock.patch.object(ppo, "SummaryWriter"), pytest.raises(SystemExit) as end:
+        main(ppo)
+    *before, last = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and last.startswith("error: ") and part in last
+    users = [line for line in before if "environments.py" in line or "not_there.py" in line]
+    assert bool(users) == has_traceback == any("Traceback" in line for line in before)
 
 
 def test_help_shows_the_defaults_that_depend_on_the_model(ppo, capsys):

@@ -388,10 +388,10 @@ def test_an_error_in_the_users_code_is_shown_with_file_and_line(ppo, tmp_path, m
     with mock.patch.object(ppo, "SummaryWriter"), pytest.raises(SystemExit) as end:
         main(ppo)
     err = capsys.readouterr().err
-    first, *rest = err[err.index("error: ") :].splitlines()
-    assert end.value.code == 2 and first.startswith("error: cannot ") and "ZeroDivisionError: division by zero" in first
+    *before, last = err.splitlines()
+    assert end.value.code == 2 and last.startswith("error: cannot ") and "ZeroDivisionError: division by zero" in last
     line = 1 + code.splitlines().index(next(x for x in code.splitlines() if "1 / 0" in x))
-    assert any(re.search(rf'File "{tmp_path}/{module}\.py", line {line}, in ', x) for x in rest)
+    assert any(re.search(rf'File "{tmp_path}/{module}\.py", line {line}, in ', x) for x in before)
 
 
 class Scarce(TextEnv):
