@@ -441,7 +441,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
     # The sampler is copied after load_checkpoint, which changes the actor.
     sampler = copy_model(actor, args, sampler=True)
     plan = plan_steps(args)
-    run = Run(args, state)
+    run = Run(args, state, checkpoint_path, stop.restore)
     stop.catch()
     print_plan(args, plan, envs, eval_envs)
     decoder = Decoder(sampler, decoder_rows(args), tokenizer.stop_ids, args)
@@ -2155,7 +2155,13 @@ def start_threads(count: int) -> ThreadPool:
     """
     count = min(count, 256)
     with attempt(f"start {count} threads for environments: see ulimit -u, or --rollout-slots"):
-        threads = ThreadPool(count, set_up_thread, (False,))
+        try:
+            threads = ThreadPool(count, set_up_thread, (False,))
+        except OSError as error:  # of a semaphore
+            raise UserError(
+                "cannot make the semaphores of a ThreadPool, which are files in /dev/shm: it must "
+                f"exist, be writable, and have space left: {type(error).__name__}: {error}"
+            ) from error
     atexit.register(threads.terminate)  # A thread that hangs does not keep the process alive.
     return threads
 
@@ -2667,6 +2673,16 @@ class UserError(ValueError):
 class CodeError(UserError):
     """An error in the user's code, such as a reward function. Its traceback is printed as well."""
 
+    def has_traceback(self) -> bool:
+        """Whether there is code of the user in it, not only this script, gymnasium and Python."""
+        known = {__name__, "gymnasium", *sys.stdlib_module_names}
+        error, modules = self.__cause__, set()
+        while error:
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                modules.add(frame.f_globals.get("__name__", "").partition(".")[0])
+            error = error.__cause__ or error.__context__
+        return bool(modules - known)
+
 
 @contextlib.contextmanager
 def attempt(task: str, kind: type[UserError] = UserError) -> Iterator[None]:
@@ -2687,8 +2703,10 @@ progress_bar = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 
 
 def print0(text: str):
     if RANK == 0:
-        with contextlib.suppress(OSError, ValueError):  # stdout may be closed, or not UTF-8.
-            print(text, flush=True)
+        # Where stdout is not UTF-8, letters that it lacks are written as \xe9.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        with contextlib.suppress(OSError, ValueError):  # stdout may be closed.
+            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def fill_in_defaults(args: Args) -> Args:
@@ -2827,13 +2845,24 @@ def connect(args):
         raise UserError(
             "only one of the variables RANK and WORLD_SIZE is set: use torchrun, or unset that one"
         )
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ and tasks not in ("", "1"):
+        raise UserError(
+            f"SLURM_NTASKS is {tasks}, but RANK is not set: the {tasks} tasks would be runs of their "
+            "own. Let srun start torchrun, in one task per node, as docs/slurm.md shows. For a "
+            "single process, unset SLURM_NTASKS"
+        )
     if use_cuda:
         with attempt("use --device cuda"):
             torch.cuda.set_device(LOCAL_RANK)
     if not dist.is_initialized():
         # Without torchrun this process is the only rank. HashStore needs no network.
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", **alone)
+        with attempt(
+            "join the ranks (use torchrun, with --standalone if the port is in use; for a single "
+            "process, unset RANK and WORLD_SIZE)"
+        ):
+            dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", **alone)
 
 
 def configure_torch(args):
@@ -2842,6 +2871,13 @@ def configure_torch(args):
     if args.device == "cpu" and not args.model:
         torch.set_num_threads(1)  # The default model is too small for more.
     if args.compile == "on":
+        variable, *names = ("CC", "gcc", "clang") if args.device == "cuda" else ("CXX", "g++")
+        names = os.environ[variable].split()[:1] if variable in os.environ else names
+        if not any(map(shutil.which, names)):
+            raise UserError(
+                f"--compile on: torch.compile needs the compiler {' or '.join(names)}, which is not "
+                "installed: install it, or use --compile off"
+            )
         # The limit is the number of graphs of a function, and all layers and models share theirs.
         torch._dynamo.config.recompile_limit = 64
         # Keep one kernel for the backward pass of the norms. By default it depends on the number of
@@ -3249,20 +3285,21 @@ class TrainState:
     eval_before: dict | None = None
 
 
-SIGNALS = [signal.SIGTERM, signal.SIGINT]
-if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup sets it: SIGHUP stays ignored.
-    SIGNALS.append(signal.SIGHUP)
+# A lost terminal sends SIGHUP. Schedulers announce the end of a job by one of the last three.
+SIGNALS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+)  # fmt: skip
 
 
-def heed_signals():
+def heed_signals(numbers: list[int]):
     """In a process that a reward function has forked: let signals end it, as they do by default."""
-    for number in SIGNALS:
+    for number in numbers:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 class StopSignals:
-    """From `catch` on, SIGTERM, SIGHUP and Ctrl-C end the run after the current iteration.
+    """From `catch` on, SIGNALS end the run after the current iteration. SIGINT is Ctrl-C.
 
     A handler may run between any two instructions of Python. A collective in it would meet another
     one of the other ranks, so it takes a note. All ranks must stop after the same iteration, and
@@ -3277,29 +3314,39 @@ class StopSignals:
         self.received = 0  # the signal that this rank has received
         self.number = 0  # the signal that any rank had received when `agree` was called
         self.immediate = False
-        self.restore = contextlib.ExitStack()  # On exit it sets the earlier handlers again.
+        # On exit it sets the earlier handlers again. Run adds what ends with the run.
+        self.restore = contextlib.ExitStack()
 
     def catch(self):
         if threading.current_thread() is not threading.main_thread():
             return  # Only the main thread can handle signals.
-        for number in SIGNALS:
+        # nohup has SIGHUP ignored, and user code may handle signals. These are left as they are.
+        numbers = [
+            number
+            for number in SIGNALS
+            if number in (signal.SIGTERM, signal.SIGINT)
+            or signal.getsignal(number) == signal.SIG_DFL
+        ]
+        for number in numbers:
             self.restore.callback(signal.signal, number, signal.signal(number, self.receive))
+        self.restore.callback(numbers.clear)  # Then the functions below do nothing.
         # Signals are blocked during a fork, so that the child gets none before heed_signals.
         os.register_at_fork(
-            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
-            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
-            after_in_child=heed_signals,
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, numbers),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers),
+            after_in_child=lambda: heed_signals(numbers),
         )
 
     def receive(self, number: int, frame):
-        self.received = number
+        is_first, self.received = not self.received, number
         if number == signal.SIGINT:  # The second one stops at once.
             signal.signal(number, signal.default_int_handler)
         if self.immediate:
             self.immediate = False
             raise KeyboardInterrupt
-        with contextlib.suppress(OSError):  # stderr may be closed.
-            os.write(2, b"\nstopping after this iteration; a second Ctrl-C stops at once\n")
+        if is_first:  # A limit of CPU time sends SIGXCPU every second.
+            with contextlib.suppress(OSError):  # stderr may be closed.
+                os.write(2, b"\nstopping after this iteration; a second Ctrl-C stops at once\n")
 
     @contextlib.contextmanager
     def at_once(self):
@@ -3347,7 +3394,7 @@ def script_version() -> dict:
 class Run:
     """The folder <log_dir>/<run_name>/: *.jsonl, TensorBoard's file, config.json, summary.json."""
 
-    def __init__(self, args, state: TrainState):
+    def __init__(self, args, state, checkpoint_path: Path | None, restore: contextlib.ExitStack):
         self.args, self.state, self.summary = args, state, {}
         self.started = time.monotonic()
         self.print_once = functools.cache(print0)
@@ -3358,7 +3405,14 @@ class Run:
             return
         with attempt(f"write {self.path}"):
             self.path.mkdir(parents=True, exist_ok=args.resume == "auto")
-            self.lock()
+            self.lock(restore)
+            # The models were loaded before the lock was there. An earlier process of this run, which
+            # was still ending, may have saved a checkpoint meanwhile.
+            if args.resume == "auto" and newest_checkpoint(self.path) != checkpoint_path:
+                raise UserError(
+                    f"--resume auto: another process has written a checkpoint in {self.path} since "
+                    "this one began. Start this one again: it resumes from that checkpoint"
+                )
             config = {"args": vars(args), "argv": sys.argv} | script_version()
             write_json(self.path / "config.json", config)
             for name in ("metrics", "completions"):
@@ -3379,13 +3433,16 @@ class Run:
                     resume="allow" if args.resume == "auto" else "never",
                 )
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
-        atexit.register(self.close, "failed")  # `close` takes this back.
+        restore.callback(self.fail)
 
-    def lock(self):
-        """Refuse a folder in which another process runs. Its lock ends with the process."""
-        self.locked = open(self.path / "lock", "w")
+    def lock(self, restore: contextlib.ExitStack):
+        """Refuse a folder in which another process runs. The lock ends with the run or process."""
+        file = restore.enter_context(open(self.path / "lock", "w"))
+        # A process that a reward function forks would keep the lock for as long as it lives.
+        os.register_at_fork(after_in_child=file.close)
         try:
-            fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not lockf: that lock is lost when user code reads the file, as in a copy of the folder.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             message = f"another process runs in {self.path}: choose another --run-name"
             raise UserError(message) from None
@@ -3435,8 +3492,13 @@ class Run:
         with open(self.path / f"{name}.jsonl", "a") as file:
             file.write(line + "\n")
 
+    def fail(self):
+        """Close a run that an error has ended. The error is shown, not that of a full disk here."""
+        if "status" not in self.summary:
+            with contextlib.suppress(OSError):
+                self.close("failed")
+
     def close(self, status: str) -> dict:
-        atexit.unregister(self.close)
         self.summary |= {
             "status": status,
             "eval_before": self.state.eval_before,
@@ -3599,9 +3661,9 @@ def main():
     except UserError as error:
         if RANK > 0:
             time.sleep(5)  # Rank 0 reports first. Then torchrun ends the others.
-        print(f"error: {error}", file=sys.stderr)
-        if isinstance(error, CodeError):
+        if isinstance(error, CodeError) and error.has_traceback():
             traceback.print_exception(error.__cause__)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
         # A thread of gloo may still have to let go of the last collective's tensors. While Python

@@ -266,6 +266,33 @@ def test_a_damaged_checkpoint_is_one_line_and_auto_takes_the_one_before(ppo, cop
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize(("before", "meanwhile", "error"), [
+    ([], "checkpoints/iter_000003", "another process has written a checkpoint in"),
+    (["checkpoints/iter_000002"], "checkpoints/iter_000003", "another process has written a checkpoint in"),
+    ([], "model", "has results, but no complete checkpoint"),
+])  # fmt: skip
+def test_auto_does_not_go_back_behind_what_is_saved_while_models_are_loaded(
+        ppo, whole, tmp_path, before, meanwhile, error):  # fmt: skip
+    """By the process before, which was still ending: facebookresearch/fairseq#3334, ostris/ai-toolkit#1058."""
+    run = tmp_path / "run"
+    for name in before:
+        shutil.copytree(whole / name, run / name)
+    content = lambda: {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+    seen = []
+
+    def save(*_):
+        shutil.copytree(whole / meanwhile, run / meanwhile)
+        for name in "metrics", "completions":
+            shutil.copy(whole / f"{name}.jsonl", run)
+        seen.append(content())
+
+    with on_call(ppo, "build_critic", 1, save), pytest.raises(ppo.UserError, match=error):
+        train(ppo, tmp_path, resume="auto")
+    assert seen == [content()]
+    if meanwhile != "model":
+        assert_same(whole, train(ppo, tmp_path, resume="auto"))
+
+
 def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(ppo, copied, tmp_path):
     """It may be complete: an older one would overwrite what came after it."""
     args = ppo.Args(log_dir=str(tmp_path), run_name="run", resume="auto")
