@@ -224,6 +224,93 @@ def test_checkpoints_that_do_not_fit_are_refused(patched, tmp_path):
     error("the files lack model.norm.weight")
 
 
+@pytest.mark.parametrize("asks", [
+    dict(output_router_logits=True, output_attentions=True, output_hidden_states=True),
+    dict(return_dict=False, use_cache=False), dict(attn_implementation="flash_attention_2"),
+])  # fmt: skip
+@torch.no_grad()
+def test_what_config_json_asks_of_a_forward_pass_is_set_aside_but_exported(patched, tmp_path, asks):
+    """huggingface/transformers#44242, huggingface/transformers#45120"""
+    folder, ids = checkpoint_of(family_config("qwen3 mixture"), tmp_path / "in"), torch.randint(99, (2, 20))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+    content = json.loads((folder / "config.json").read_text()) | asks
+    (folder / "config.json").write_text(json.dumps(content))
+    ours, _ = patched.load_hf_checkpoint(folder)
+    ours.model.register_forward_hook(lambda model, inputs, out: seen.extend(out))
+    seen = []
+    torch.testing.assert_close(ours(ids), expected, rtol=0, atol=1e-5)
+    assert seen == ["last_hidden_state"]
+    patched.save_hf_checkpoint(ours, patched.HFTokenizer.from_texts(["abc"]), tmp_path / "out")
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert all(exported.get(name) == (None if "flash" in str(x) else x) for name, x in asks.items())
+
+
+def fp8_folder(folder):
+    """A checkpoint in FP8, and the model that it stands for."""
+    config = transformers.AutoConfig.for_model("qwen3", **SIZES | dict(hidden_size=128, num_attention_heads=16))
+    model = randomised(transformers.AutoModelForCausalLM.from_config(config))
+    model.save_pretrained(folder)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, x in dict(weights).items():
+        if "proj" in name:
+            scale = x.abs().max() / 448
+            weights[name] = (x / scale).to(torch.float8_e4m3fn)
+            weights[name + "_scale_inv"] = scale.reshape(1, 1)
+            model.get_parameter(name).data = weights[name].float() * scale
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    method = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
+    content = json.loads((folder / "config.json").read_text()) | {"quantization_config": method}
+    (folder / "config.json").write_text(json.dumps(content))
+    return model
+
+
+def mxfp4_folder(folder):
+    """A checkpoint in the format of gpt-oss, and the model that it stands for."""
+    unpack = transformers.integrations.mxfp4.convert_moe_packed_tensors
+    config = transformers.AutoConfig.for_model("gpt_oss", **SIZES | dict(intermediate_size=64))
+    model = randomised(transformers.AutoModelForCausalLM.from_config(config))
+    model.save_pretrained(folder)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj")]:
+        experts, inner, outer = weights.pop(name).shape
+        blocks = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 122, blocks.shape[:3], dtype=torch.uint8)
+        weights |= {name + "_blocks": blocks, name + "_scales": scales}
+        model.get_parameter(name).data = unpack(blocks, scales, dtype=torch.float32)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    content = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(content))
+    return model
+
+
+@pytest.mark.parametrize("quantized", [fp8_folder, mxfp4_folder])
+@torch.no_grad()
+def test_quantized_weights_are_multiplied_by_their_scales(patched, tmp_path, monkeypatch, quantized):
+    """Without a GPU transformers does so in any case, so the check of the device is left out: a simulation.
+
+    unslothai/unsloth#6200, unslothai/unsloth#6978, leejet/stable-diffusion.cpp#1898
+    """
+    model, quantizers = quantized(tmp_path / "in"), transformers.quantizers
+    kind = (quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer if quantized is fp8_folder else
+            quantizers.quantizer_mxfp4.Mxfp4HfQuantizer)  # fmt: skip
+    monkeypatch.setattr(kind, "validate_environment", lambda self, *args, **kwargs: None)
+    ids = torch.randint(99, (2, 20))
+    ours, _ = patched.load_hf_checkpoint(tmp_path / "in")
+    torch.testing.assert_close(ours(ids), model(ids).logits, rtol=0, atol=1e-4)
+    patched.save_hf_checkpoint(ours, patched.HFTokenizer.from_texts(["abc"]), tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_weights_that_stay_quantized_are_refused(patched, tmp_path, monkeypatch):
+    """As by methods that cannot undo their quantization."""
+    ignore = lambda self, *args, **kwargs: setattr(self.quantization_config, "dequantize", False)
+    kind = transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
+    monkeypatch.setattr(kind, "validate_environment", ignore)
+    fp8_folder(tmp_path / "in")
+    with pytest.raises(patched.UserError, match=r"quantization_config .*: weights must be dequantized"):
+        patched.load_hf_checkpoint(tmp_path / "in")
+
+
 def training_folder(folder, name):
     """A tiny random model with the tokenizer of the characters that the tests' environments use."""
     tokenizer_folder(ppo_llm, folder)
