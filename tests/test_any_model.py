@@ -180,6 +180,36 @@ def test_buffers_and_weights_are_right_in_every_model_of_a_run(patched, tmp_path
     assert (models[-1](ids).float() - expected).abs().mean() < 0.03 * expected.std()
 
 
+@pytest.mark.parametrize("name", ["gpt 2", "opt", "gemma 3"])
+@torch.no_grad()
+def test_all_learned_positions_can_be_used(patched, tmp_path, name):
+    """One row ends at the last position, while a finished one waits. One position more is refused.
+
+    openai/gpt-2-simple#72 has the error, as have huggingface/trl#1867 and EleutherAI/gpt-neo#273.
+    """
+    config = family_config(name)
+    config.max_position_embeddings = 32
+    folder = tokenizer_folder(patched, checkpoint_of(config, tmp_path))
+    args = patched.Args(max_prompt_tokens=8, max_new_tokens=24, device="cpu", dtype="float32", compile="off")
+    _, model = patched.load_model(str(folder), "lm", args)
+    decoder = patched.Decoder(model, 3, [99], args)  # an id that is never sampled
+    episodes = [patched.Episode(seed, noise_key=seed) for seed in range(3)]
+    for episode, n, stop in zip(episodes, (8, 3, 5), ("", "", "terminated")):
+        episode.add(torch.randint(3, 98, (n,)).tolist())
+        episode.prompt_length, episode.stop = n, stop
+    patched.generate_turn(decoder, episodes, 0, args)
+    assert [len(episode.ids) for episode in episodes] == [32, 27, 5]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for episode in episodes:
+        ids = torch.tensor(episode.ids)
+        logprobs = theirs(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        expected = torch.where(torch.tensor(episode.mask)[1:], logprobs, 0.0)
+        torch.testing.assert_close(torch.tensor(episode.logprobs)[1:], expected, rtol=0, atol=1e-4)
+    args.max_new_tokens += 1
+    with pytest.raises(patched.UserError, match="33 tokens in sum, but .* takes at most 32"):
+        patched.load_model(str(folder), "lm", args)
+
+
 @torch.no_grad()
 def test_critics_and_reward_models_are_classifiers_of_the_family(patched, tmp_path):
     config = family_config("gemma 3")
