@@ -62,6 +62,7 @@ FAMILIES = {  # name: (model_type, changes of SIZES). Those of QUICK run in ever
     "gpt 2": ("gpt2", {}),
     "gpt-neox": ("gpt_neox", {}),
     "opt": ("opt", {}),
+    "opt 350m, narrow embedding": ("opt", dict(word_embed_proj_dim=16, do_layer_norm_before=False)),
     "minicpm 3, latent attention": ("minicpm3", LATENT | dict(scale_emb=2, dim_model_base=16)),
     "qwen3 mixture": ("qwen3_moe", {}),
     "qwen2 mixture": ("qwen2_moe", {}),
@@ -76,7 +77,8 @@ FAMILIES = {  # name: (model_type, changes of SIZES). Those of QUICK run in ever
     "mimo, heads that differ by layer": ("mimo_v2_flash", MIXED | dict(
         swa_num_key_value_heads=4, v_head_dim=8, swa_head_dim=8, swa_v_head_dim=8)),
 }  # fmt: skip
-QUICK = ["mistral, window", "gemma 3", "gemma 4, keys shared by layers", "qwen3 mixture", "gpt-oss, sinks"]
+QUICK = ["mistral, window", "gemma 3", "gemma 4, keys shared by layers", "qwen3 mixture", "gpt-oss, sinks",
+         "opt 350m, narrow embedding"]  # fmt: skip
 NO_CAUSAL = "not causal attention in every layer"
 NO_HEAD = "its head has a bias or a soft cap"
 REFUSED = {
