@@ -84,6 +84,7 @@ import bisect
 import contextlib
 import copy
 import dataclasses
+import datetime
 import fcntl
 import functools
 import hashlib
@@ -1632,7 +1633,7 @@ def write_json(path: Path, content: dict):
 
 
 # Some templates write the date. A resumed run must have the same prompts, so it is always this one.
-FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+FIXED_DATE = datetime.datetime(2024, 7, 26)
 
 
 class HFTokenizer:
@@ -1693,12 +1694,14 @@ class HFTokenizer:
         if not self.hf.chat_template:
             return "".join(message["content"] for message in messages)
         with attempt(f"render with {self.template_kwargs} the chat template of {self.folder}"):
+            kwargs = json.loads(self.template_kwargs)
             return self.hf.apply_chat_template(
                 messages,
-                chat_template=FIXED_DATE + self.hf.get_chat_template(),
+                chat_template=self.hf.get_chat_template(tools=kwargs.get("tools")),
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                **json.loads(self.template_kwargs),
+                strftime_now=FIXED_DATE.strftime,  # A variable of this name hides the function.
+                **kwargs,
             )
 
     def encode(self, text: str, context: str = "", add_special_tokens: bool = False) -> list[int]:

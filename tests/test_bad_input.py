@@ -122,13 +122,6 @@ def test_user_code_may_switch_gradients_off_and_its_threads_compute_none(ppo, tm
     assert [row["objective/reward"] for row in seen.rows] == [1, 1] and torch.is_grad_enabled()
 
 
-def test_a_template_that_asks_for_todays_date_gets_one_that_stays(ppo):
-    tokenizer = ppo.HFTokenizer.from_texts(["ab"])
-    template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}: {{ messages[0].content }}"
-    tokenizer.hf.chat_template = template
-    assert tokenizer.render(ppo.as_messages("ab")) == "26 Jul 2024: ab" and tokenizer.hf.chat_template == template
-
-
 def test_stdout_may_be_replaced_or_closed(ppo, tmp_path):
     closed, streams = io.StringIO(), [None, io.StringIO()]
     closed.close()
