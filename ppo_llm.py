@@ -1,3 +1,20 @@
+# `uv run ppo_llm.py` installs these packages in an environment of their own. On Linux it downloads
+# 2.8 GB, since PyTorch's package brings CUDA along. Without a GPU, 0.3 GB are enough:
+#     uv run --find-links https://download.pytorch.org/whl/cpu/torch/ ppo_llm.py
+# /// script
+# requires-python = ">=3.11,<3.15"
+# dependencies = [
+#     "torch==2.13.0",
+#     "tokenizers>=0.21,<1",
+#     "transformers>=5.0,<6",
+#     "huggingface_hub>=1.0",
+#     "tensorboard>=2.21",
+#     "tyro>=1.0",
+#     "tqdm>=4.66",
+#     "gymnasium>=1.0",
+#     "safetensors>=0.5",
+# ]
+# ///
 r"""PPO for language models, in one file and in plain PyTorch.
 
     # A tiny model learns to sort digits, in about two minutes on a CPU.
@@ -69,6 +86,8 @@ import copy
 import dataclasses
 import fcntl
 import functools
+import hashlib
+import inspect
 import json
 import math
 import os
@@ -77,6 +96,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -431,7 +451,9 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
 
     while state.iteration < args.num_iterations and not stop.number:
         evaluation = {}  # of the actor before this iteration, if it is evaluated
-        if args.eval_every and state.iteration and state.iteration % args.eval_every == 0:
+        if state.iteration == 0:
+            evaluation = state.eval_before
+        elif args.eval_every and state.iteration % args.eval_every == 0:
             evaluation = evaluate_now(state.iteration, args)
         clock = Clock()
 
@@ -647,7 +669,7 @@ class Experience:
         return Microbatch(packing=packing, rows=upload(rows, device), **fields)
 
     def microbatches(self, rows: Tensor, args) -> Iterator[Microbatch]:
-        """This rank's share of the samples `rows` [n], in microbatches."""
+        """This rank's share of the samples `rows` [k], in microbatches."""
         for share in microbatch_rows(rows, self.lengths, args.micro_batch_tokens):
             yield self.microbatch(share, args.device)
 
@@ -731,6 +753,7 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     experience.rewards[last] += torch.tensor([episode.score for episode in episodes])
     was_cut = torch.tensor([episode.stop == "length" for episode in episodes])
     experience.rewards[last] -= args.truncation_penalty * was_cut
+    # FORK: KL penalty. Its coefficient may be a tensor [N, T], say a function of mask.cumsum(1).
     kl_penalty = 0.0
     if args.kl_coef and not args.kl_loss:
         kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, "k1")
@@ -983,7 +1006,8 @@ def rollout_share(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) 
 
 
 # longrope is left out: its frequencies depend on the length of the whole text. The frequencies of
-# "dynamic" are fixed up to max_position_embeddings, which load_model does not let a sample exceed.
+# "dynamic" are fixed up to max_position_embeddings. `load_model` (section 10) keeps samples within
+# it. A reward model encodes conversations anew, and that length is not checked.
 ROPE_TYPES = "default", "linear", "dynamic", "yarn", "llama3"
 
 
@@ -1006,7 +1030,7 @@ def check_config(config: PretrainedConfig) -> PretrainedConfig:
         raise ValueError(f"sliding_window {config.sliding_window}: attention must have no window")
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
-    rope_frequencies(config)  # This raises an error if a number of the configuration is text.
+    rope_frequencies(config)  # This raises an error if rope_theta is text.
     return config
 
 
@@ -1022,9 +1046,9 @@ def rope_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + D / 2) of x [..., H, D]; cos, sin [..., 1, D].
 
-    Transformers writes x * cos + rotate_half(x) * sin, where rotate_half swaps the halves of x and
-    negates the first. Here `hidden_states` has negated the first half of sin instead, once for all
-    layers.
+    For the halves x1, x2 of x and the plain sin, the result is x1 * cos - x2 * sin, then
+    x2 * cos + x1 * sin. Transformers negates x2, in rotate_half. Here `hidden_states` has negated
+    the first half of sin instead, once for all layers.
     """
     swapped = x.float().roll(x.shape[-1] // 2, dims=-1)  # second half, first half
     return (x.float() * cos + swapped * sin).to(x.dtype)
@@ -1070,20 +1094,27 @@ class Packing:
 
     def unpack_sampled(self, x: Tensor) -> Tensor:
         """[m] -> [B, T]"""
-        # clone: FSDP puts a hook on the result, to gather the weights before the backward pass. If
-        # the result were a view, an operation of the caller in place would drop the hook.
+        # Under FSDP (`shard`, section 10) a hook on the result gathers the weights before the
+        # backward pass. `unflatten` returns a view, and if a caller changed a view in place, the
+        # hook would be lost. A clone keeps it.
         return self.unpack(x, self.flat_index[self.sampled]).clone()
 
 
 # In older versions of PyTorch `varlen_attn` lacks grouped heads and `seqused_k`. Versions, not
 # strings, are compared here: torch.__version__ is a TorchVersion.
 HAS_VARLEN = torch.__version__ >= "2.12"
+# Whether CUDA's kernels are used where they fit. `try_kernels` turns off those that fail.
+KERNELS = {
+    "packed attention": HAS_VARLEN,
+    "attention by lengths": HAS_VARLEN,
+    "float32 product": True,
+}
 
 
-def has_varlen(x: Tensor, head_dim: int) -> bool:
-    """Whether there is a kernel of attention for samples of different lengths."""
+def has_varlen(kernel: str, x: Tensor, head_dim: int) -> bool:
+    """Whether `kernel`, of attention for samples of different lengths, is used for x."""
     fits = head_dim % 8 == 0 and head_dim <= 256  # Flash attention refuses other sizes.
-    return HAS_VARLEN and x.is_cuda and x.dtype == torch.bfloat16 and fits
+    return KERNELS[kernel] and x.is_cuda and x.dtype == torch.bfloat16 and fits
 
 
 @dataclass(frozen=True)
@@ -1101,8 +1132,8 @@ class Context:
     packing: Packing | None = None
     cache: KVCache | None = None
     n_visible: int | None = None
-    # The attention mask, bool [B * Hkv, 1, G * T, n_visible], says what is seen of the cache.
-    # If it is None, `attend_to_lengths` computes the attention.
+    # The attention mask, bool [B * Hkv, 1, G * T, n_visible], says what is seen of the cache. With
+    # a cache and no mask, `attend_to_lengths` computes the attention.
     mask: Tensor | None = None
 
 
@@ -1117,7 +1148,7 @@ def attend_padded(q, k, v) -> Tensor:
 
 def attend_packed(q, k, v, packing: Packing) -> Tensor:
     """Causal attention within packed samples. q [n, H, D]; k, v [n, Hkv, D] -> [n, H, D]"""
-    if has_varlen(q, q.shape[-1]):
+    if has_varlen("packed attention", q, q.shape[-1]):
         starts, T = packing.starts, packing.shape[1]
         return varlen_attn(  # The window (-1, 0) is causal: all tokens before, none after.
             q, k, v, starts, starts, T, T, window_size=(-1, 0), enable_gqa=True
@@ -1164,7 +1195,9 @@ def attend_to_lengths(q, k, v, context: Context) -> Tensor:
     lengths = torch.where(context.positions < context.n_visible, context.positions + 1, 1)  # [B, 1]
     lengths = lengths.int().expand(B, Hkv).flatten()
     # A sequence of the kernel is a key head of a row, with its G queries. They are of one token, so
-    # nothing is causal among them. cu_seqlens say where each sequence starts.
+    # nothing is causal among them. cu_seqlens say where each sequence starts. With B = 2, Hkv = 1,
+    # G = 2 and size 256 they are [0 2 4] and [0 256 512]. If row 0 is at position 3 and row 1 has
+    # finished, lengths are [4 1] for n_visible = 128.
     q, k, v = (x.reshape(-1, 1, D) for x in (q, k, v))  # k, v [B * Hkv * size, 1, D]
     sequences = context.cache.sequences  # 0, 1, ..., B * Hkv
     cu_seqlens_q, cu_seqlens_k = sequences * G, sequences * context.cache.size
@@ -1286,11 +1319,12 @@ class Transformer(nn.Module):
     def prefill(self, tokens, positions, cache: KVCache, n_visible: int) -> Tensor:
         """Write keys and values of tokens [B, T] into the cache, at `positions` [B, T].
 
-        A token sees the positions up to its own, at most the first `n_visible`. Returns the hidden
-        states of the tokens [B, T, hidden].
+        `next_logits` calls it as well, with one token per row. A token sees the positions up to its
+        own, at most the first `n_visible`. Returns the hidden states of the tokens [B, T, hidden].
         """
         mask = None  # With one token per row and a varlen kernel, `attend_to_lengths` needs none.
-        if tokens.shape[1] > 1 or not has_varlen(self.model.norm.weight, self.config.head_dim):
+        weight, D = self.model.norm.weight, self.config.head_dim
+        if tokens.shape[1] > 1 or not has_varlen("attention by lengths", weight, D):
             Hkv = self.config.num_key_value_heads
             G = self.config.num_attention_heads // Hkv
             # The position of each query, in the order that attend_cached shows: [B * Hkv, G * T]
@@ -1379,8 +1413,9 @@ class Decoder:
                  row 1    a b . . . . - . ... .
 
     In row 0 the step runs d. It writes the keys and values of d at 3, reads 0 to 3, and writes the
-    token that it samples at 4. In row 1 it runs what stands at 6, and writes keys, values and a
-    token at 6. That token is never used: the length of row 1 does not grow, and no text reads 6.
+    token that it samples at 4. In row 1 it runs what stands at 6, reads 0 to 6, and writes keys,
+    values and a token at 6. That token is never used: the length of row 1 does not grow, and no
+    text reads 6.
     """
 
     def __init__(self, sampler: Transformer, B: int, stop_ids: list[int], args):
@@ -1455,9 +1490,9 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32. In bfloat16 logits near 20 would be rounded to steps of 0.125."""
     if a.dtype == torch.float32:
         return a @ b
-    if a.is_cuda:
+    if a.is_cuda and KERNELS["float32 product"]:
         return torch.mm(a, b, out_dtype=torch.float32)  # without a float32 copy of b
-    # CPUs have no such product. Small parts of b, copied to float32, stay in the processor's cache.
+    # CPUs have no such product. Copies of small parts of b stay in the processor's cache.
     return torch.cat([a.float() @ part.float() for part in b.split(4096, dim=1)], dim=1)
 
 
@@ -1492,7 +1527,8 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
     Logits are computed in chunks, and again in the backward pass, because all of them would need
     more memory than the model.
     """
-    # `logits` is the number of logits in a chunk, `chunk_size` its number of tokens.
+    # `logits` is the number of logits in a chunk: 16 MB on a CPU, 512 MB on a GPU, and 256 MB there
+    # without compile. `chunk_size` is its number of tokens.
     logits = 2**22 if not hidden.is_cuda else 2**27 if compile == "on" else 2**26
     chunk_size = max(1, logits // len(weight))
     if len(hidden) % chunk_size == 1:  # A last chunk of one token would be compiled separately.
@@ -1503,9 +1539,10 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
 class ChunkedLogprobs(torch.autograd.Function):
     """Log-probs and entropies, chunk by chunk, and their gradients.
 
-    The gradients of the weight add up in one tensor in float32. Autograd would add them in
-    bfloat16. On a CPU, which has no product of bfloat16 matrices in float32, all of this is
-    computed from copies in float32.
+    The gradients of the weight add up in one tensor in float32. Autograd rounds the sum once, to
+    the dtype of the weight. Left to autograd, the sum would be rounded after every chunk. On a CPU,
+    which has no product of bfloat16 matrices in float32, all of this is computed from copies in
+    float32, made once for all chunks.
     """
 
     @staticmethod
@@ -1668,8 +1705,8 @@ class HFTokenizer:
         """The ids of `text` where it follows `context`.
 
         Alone it may have other ids, since some tokenizers put a space before a text. If a token
-        spans the boundary, `text` is encoded as it is after a newline. If a token spans that
-        boundary as well, `text` is encoded alone.
+        spans the boundary, as "=1" does between "2=" and "1", `text` is encoded as it is after a
+        newline. If a token spans that boundary as well, `text` is encoded alone.
         """
         encode = functools.partial(self.backend.encode, add_special_tokens=add_special_tokens)
         for before in (context, "\n", ""):
@@ -1708,6 +1745,8 @@ class HFTokenizer:
                 raise UserError(f"the chat template of {self.folder} leaves out earlier turns")
         else:
             whole = tail = stop_token + self.render(messages)
+        # In ChatML `tail` is "<|im_end|>", a line break, "<|im_start|>user" and so on. After a
+        # sampled <|im_end|>, what is encoded begins with the line break.
         if stop_token and tail.lstrip().startswith(stop_token):
             tail = tail.lstrip().removeprefix(stop_token)
         return self.encode(tail, context=whole.removesuffix(tail))
@@ -1822,7 +1861,7 @@ def load_weights(model: Transformer, folder: str, needs_head: bool = True):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors that make up a model. As in transformers, other files are ignored."""
+    """The safetensors of a model: model.safetensors, or those in its index, or all of a folder."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -1906,7 +1945,9 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 #     step(response) -> (text, reward, terminated, truncated, info)
 #
 # A prompt is text, which becomes a user message, or a list of messages with role and content. So is
-# `text`, the next prompt if the episode goes on. A sample whose reward is None is not trained on.
+# `text`, the next prompt if the episode goes on. `response` has no special tokens and no stop
+# tokens. step also gets a response that was cut off. The episode then ends, whatever step returns.
+# A reward of None ends the episode, and none of its tokens are trained on.
 #
 # The same seed must always give the same prompt. Evaluations use the seeds from 0 on. Training uses
 # consecutive seeds from a random one on, which is at least FIRST_TRAINING_SEED. An environment that
@@ -2004,8 +2045,14 @@ class Prompts(gym.Env):
         self.rows = load_rows(str(path), self.convert)
         self.num_prompts = len(self.rows)
         if reward:
+            if ":" not in str(reward):
+                raise UserError(f"the reward function {reward!r} must be 'my_module:my_function'")
             with attempt(f"import the reward function {reward}", CodeError):
                 self.reward = pkgutil.resolve_name(reward)  # It takes the place of the method.
+            with attempt(f"call {reward} as reward(prompt, response, row=row)"):
+                with contextlib.suppress(ValueError):  # Some functions in C have no signature.
+                    signature = inspect.signature(self.reward, follow_wrapped=False)
+                    signature.bind("", "", row={})
 
     @staticmethod
     def convert(row):
@@ -2063,12 +2110,17 @@ def parse_number(text: str) -> float | None:
     text = re.sub(r"\\[,;: ]|~", " ", text.replace("{,}", ",").replace("\N{MINUS SIGN}", "-"))
     # Remove \!, dollar signs, the backslash of \% and the exponent of a unit, as in m^2.
     text = re.sub(r"\\!|\\?\$|\\(?=%)|(?<=[a-z])\^(?:[23]|\{[23]\})", "", text)
-    # `++` and `(?>...)` match once. Otherwise a thousand digits would be tried in many ways.
+    # `++` and `(?>...)` never give back what they matched. Otherwise a thousand digits would be
+    # tried in many ways. A number may have a minus, separators of thousands, and decimals.
     number = r"(?>-?\s*(?:\d{1,3}(?:[,\s]\d{3})+|\d*)(?:\.\d+)?)(?<=\d)"
+    # Words that change the number, such as "million", are no unit. Other words are one, as long as
+    # no digit and no backslash follows them.
     factor = r"[knxyM]\b|.*(?:half|dozen|hundred|thousand|illion)"
     unit = rf"[\s%]*+(?!{factor})[A-Za-z(][^\d\\]*"
+    # A box with braces inside, or one that is not closed, gives "", which is no number.
     boxes = re.findall(r"\\boxed\{(?!\})(?:([^{}]*+)\})?", text)
     parts = boxes[-1:] or re.findall(r"####\s*+([^\n#]*)", text)
+    # All of a part must be: words and "=", which may be missing, the number, punctuation or a unit.
     pattern = rf"(?:[A-Za-z ]++=\s*)?({number})(?:[\s.,*%]*|{unit})"
     found = [match[1] for part in parts if (match := re.fullmatch(pattern, part.strip()))]
     return float(re.sub(r"[,\s]", "", found[-1])) if found else None
@@ -2173,7 +2225,7 @@ def checked_step(env: gym.Env, response: str) -> tuple[list[dict], float | None,
 def to_float(x, name: str) -> float:
     """A finite number, which may be one of numpy or torch, as a float."""
     if not hasattr(x, "__float__") or not math.isfinite(x):
-        raise ValueError(f"{name} is {x!r:.80}, which is not a finite number")
+        raise ValueError(f"{name} must be a finite number, not {x!r:.80}")
     return float(x)
 
 
@@ -2205,7 +2257,7 @@ def add_rewards(episode: Episode, reward, info, start, tokenizer):
         )
         episode.rewards[start + index] += to_float(part, "a number in info['rewards']")
     for name, x in info.get("metrics", {}).items():
-        episode.metrics[str(name)] = to_float(x, f"info['metrics'][{name!r}]")
+        episode.metrics[str(name)] = to_float(x, f"the metric {name!r}")
 
 
 def decoder_rows(args) -> int:
@@ -2395,7 +2447,7 @@ def logged_samples(episodes: list[Episode], experience: Experience) -> list[dict
             "prompt": "\n".join(texts[:n]),
             "response": "\n".join(texts[n:]),  # with the messages between the turns
             "stop": episode.stop,
-            "reward": reward,
+            "reward": None if episode.stop == "unscored" else reward,
             "n_tokens": sum(episode.mask),
         })
     return samples
@@ -2451,8 +2503,9 @@ def diagnose_ratio(
     measured = steps or [early_stop or {"ratio_dev": 0.0}]  # statistics of minibatches
     first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch
     n_first = len(minibatch_rows(experience, 0, state, args))  # minibatches of the first epoch
-    # Only the first epoch is judged, because later epochs round differently. If the first epoch is
-    # one minibatch, its ratio is 1 in any case, so all epochs are judged.
+    # Later epochs round differently, so only the first one is judged. If it is one minibatch, its
+    # ratio is 1 in any case, and all epochs are judged. In bfloat16 rounding then counts as a move,
+    # and a ratio that stays at 1 may go unnoticed.
     judged = measured[:n_first] if n_first > 1 else measured
     taken = [step for step in steps if not step["skipped"]]
     lr = steps[-1]["lr"] if steps else 0.0
@@ -2460,9 +2513,10 @@ def diagnose_ratio(
     bf16 = args.dtype == "bfloat16"
     tolerance = sampler_tolerance(args)
     gap = sampler_gap(experience)
-    # This is the mean |ratio - 1| that rounding explains: with first_dev 0 and a gap of 2e-6, it is
-    # 2e-6 in float32. In bfloat16 it is 1e-7, because the gap is so large that it would hide a real
-    # move. Twice as much counts as a move, and so does NaN, which is not <= any number.
+    # `rounding` is the mean |ratio - 1| that rounding explains: at least first_dev, and at least
+    # 1e-7. In float32 it is also at least the gap, up to the tolerance. In bfloat16 the gap is so
+    # large that it would hide a real move. A deviation above 2 * rounding is a move, and so is NaN.
+    # In float32, first_dev 0 and a gap of 2e-6 give a rounding of 2e-6, so 5e-6 is a move.
     rounding = max(first_dev, 1e-7, 0.0 if bf16 else min(gap, tolerance))
     moved = not all(step["ratio_dev"] <= 2 * rounding for step in judged)
     # The first cause that holds is reported. These come before the question whether the ratio has
@@ -2508,9 +2562,11 @@ def check_iteration(
 ):  # fmt: skip
     """Raise UserError if an iteration shows that a change of the code is wrong.
 
-    When PPO begins, the first ratio is 1, the first KL is 0, and the first values of the critic are
-    the old ones, because each pair is computed by the same weights in the same microbatches. Later
-    in a run, find_mistakes warns of such a ratio or value, so that a long run goes on.
+    In every iteration all episodes have ended, no more steps were made than the plan has, and a
+    loss has no more tokens than denom. When PPO begins, the first ratio is 1, the first KL is 0,
+    and the first values of the critic are the old ones, because each pair is computed by the same
+    weights in the same microbatches. Later in a run, find_mistakes warns of such a ratio or value,
+    so that a long run goes on.
     """
     if not all(episode.stop for episode in episodes):
         raise UserError("an episode has not ended: its `stop` is empty")
@@ -2524,7 +2580,7 @@ def check_iteration(
             raise UserError(
                 f"the {model}'s loss: denom must be the number of tokens of the whole minibatch"
             )
-    # All steps that the actor has ever made are those of this iteration.
+    # All steps that the actor has ever made are those of this iteration, or there were none yet.
     is_first = state.actor_steps == len(actor_step_stats)
     mismatch = metrics["ratio/diagnosis"] == "forward_mismatch"
     if is_first and same_microbatches and mismatch:
@@ -2570,7 +2626,7 @@ def update_sampler(actor: Transformer, sampler: Transformer) -> float:
 
 
 def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
-    """Warnings, to be printed once in a run."""
+    """Warnings. The caller prints each text once in a run."""
     cause = metrics["ratio/diagnosis"]
     if cause:
         yield f"  ratio: {cause}: {ADVICE[cause]}"
@@ -2582,7 +2638,7 @@ def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
         share = metrics.get(f"{model}/token_share", 1)
         if share < 0.999:
             yield (
-                f"  {model}: the mask of its loss has {share:.0%} of the tokens that denom counts. "
+                f"  {model}: its loss has fewer tokens than denom ({model}/token_share). "
                 f"The gradient and {model}/* are means over all of these tokens. To leave tokens "
                 "out, replace the mask of the samples that `minibatches` gets"
             )
@@ -2638,8 +2694,8 @@ def print0(text: str):
 def fill_in_defaults(args: Args) -> Args:
     """Check the flags, and return a copy in which defaults that depend on others are filled in.
 
-    This joins the ranks, because only one rank of a machine downloads models of the Hub. The models
-    are needed here, because the default of --critic-lr depends on the size of the critic.
+    This joins the ranks first, because the default of --dtype depends on the GPU of this rank. The
+    models are located here, because the default of --critic-lr depends on the size of the critic.
     """
     args = dataclasses.replace(args)
     for name, defaults in DEFAULTS_BY_MODEL.items():
@@ -2710,6 +2766,9 @@ def check_flags(args):
         )
     if args.resume == "auto" and not args.run_name:
         raise UserError("--resume auto: needs --run-name")
+    if args.track:
+        with attempt("use --track, which needs the package wandb"):
+            pkgutil.resolve_name("wandb")
     if args.run_name and args.resume != "auto":
         path = Path(args.log_dir, args.run_name)
         if path.exists():
@@ -2790,6 +2849,78 @@ def configure_torch(args):
         torch._inductor.config.triton.mix_order_reduction_non_strict_mode = True
 
 
+def try_kernels(actor: Transformer, args):
+    """Turn off the kernels that fail on this GPU, on all ranks if they fail on one."""
+    if args.device == "cpu" or args.dtype == "float32":  # They are used in bfloat16 alone.
+        return
+    failures = kernel_failures(actor.config, args.device)
+    if args.critic_model:  # Its heads may have another size.
+        failures |= kernel_failures(load_config(args.critic_model), args.device)
+    for gpu, of_rank in of_all_ranks((torch.cuda.get_device_name(), failures)):
+        for kernel, (failure, replacement) in of_rank.items():
+            if KERNELS[kernel]:
+                KERNELS[kernel] = False
+                print0(
+                    f"warning: {kernel} is turned off, because on {gpu} with torch "
+                    f"{torch.__version__} it {failure}. {replacement} is used instead, which is "
+                    "slower. Please report this line to the project."
+                )
+
+
+def kernel_failures(config: PretrainedConfig, device: str) -> dict[str, tuple[str, str]]:
+    """Try the kernels on small random inputs, with the heads of a model.
+
+    The expected numbers come from the same functions in float32, which use no kernel of KERNELS.
+    Returns {kernel: (how it failed, what is used instead)}.
+    """
+    H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    lengths, size = torch.tensor([1, 200, 77, 130]), 304  # of samples, of a cache
+    B, n, hidden = len(lengths), int(lengths.sum()), config.hidden_size
+    packing = Packing.from_lengths(lengths, torch.zeros(B, 200, dtype=torch.bool), device)
+    sequences = torch.arange(B * Hkv + 1, dtype=torch.int32, device=device)
+    cache = types.SimpleNamespace(size=size, sequences=sequences)
+    newest = lengths[:, None].to(device) - 1  # the position of the newest token of each row [B, 1]
+    context = Context(newest, None, None, cache=cache, n_visible=256)
+    mask = torch.arange(size, device=device) <= newest[..., None, None]  # [B, 1, 1, size]
+
+    def packed(q, k, v, d_out):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = attend_packed(q, k, v, packing)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)
+
+    def by_lengths(q, k, v):
+        if has_varlen("attention by lengths", q, D):
+            return (attend_to_lengths(q, k, v, context).view(q.shape),)
+        return (F.scaled_dot_product_attention(q, k, v, attn_mask=mask),)
+
+    def products(hidden, weight, d_logits):
+        return float32_product(hidden, weight.T), float32_product(d_logits.T, hidden)
+
+    # Rounding to bfloat16 changes a number by up to 2^-8 of it. Attention rounds several times, the
+    # product never. The largest difference is relative to the largest number that is expected.
+    q, kv, newest_q, cached = (n, H, D), (n, Hkv, D), (B, Hkv, H // Hkv, D), (B, Hkv, size, D)
+    matrices = (64, hidden), (1000, hidden), (64, 1000)
+    trials = {  # (function, shapes of its inputs, largest difference allowed, what is used instead)
+        "packed attention": (packed, (q, kv, kv, q), 2**-5, "Padded attention"),
+        "attention by lengths": (by_lengths, (newest_q, cached, cached), 2**-5, "Masked attention"),
+        "float32 product": (products, matrices, 2**-12, "A product of float32 copies"),
+    }
+    generator = torch.Generator().manual_seed(0)  # The random numbers of the run stay the same.
+    failures = {}
+    for kernel, (function, shapes, allowed, replacement) in trials.items():
+        try:
+            inputs = [torch.randn(s, generator=generator).bfloat16().to(device) for s in shapes]
+            for x, expected in zip(function(*inputs), function(*(x.float() for x in inputs))):
+                difference = float((x - expected).abs().max() / expected.abs().max())
+                if not difference <= allowed:  # NaN is not.
+                    failure = f"differs from float32 by {difference:.2%} of the largest number"
+                    failures[kernel] = failure, replacement
+        except Exception as error:
+            text = " ".join(str(error).split())  # in one line
+            failures[kernel] = f"raises {type(error).__name__}: {text:.300}", replacement
+    return failures
+
+
 def all_reduce(x: Tensor) -> Tensor:
     """Sum over the ranks, in place."""
     dist.all_reduce(x)
@@ -2832,7 +2963,7 @@ def padded(rows) -> Tensor:
 
 
 def microbatch_rows(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Tensor]:
-    """Indices of this rank's microbatches of the samples `rows` [n]. All ranks have equally many.
+    """Indices of this rank's microbatches of the samples `rows` [k]. All ranks have equally many.
 
     Together the ranks have each sample once. The longest come first, so that attention pads little.
     A microbatch has at most `token_budget` tokens, and with padding at most twice as many. A longer
@@ -2847,8 +2978,8 @@ def microbatch_rows(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Te
     lengths = lengths.tolist()
     order = sorted(rows.tolist(), key=lengths.__getitem__, reverse=True)
     parts = []
-    # Of the newest microbatch of rank 0, which has the longest sample of every group: its tokens,
-    # its tokens with padding, and those of its longest sample.
+    # These count the newest microbatch of rank 0: its tokens, its tokens with padding, and those of
+    # its longest sample. Rank 0 has the longest of every group, so all ranks keep the limits.
     tokens = area = longest = 0
     for start in range(0, len(order), WORLD_SIZE):
         group = order[start : start + WORLD_SIZE]  # a sample for each rank
@@ -2872,7 +3003,8 @@ def shard(model: Transformer, args):
     # The weights of a unit are gathered before it runs and freed after it. A layer is a unit, and
     # so is the embedding, which is large. A tied embedding belongs to the root.
     embedding = [] if model.tied else [model.model.embed_tokens]
-    # The last unit, the model itself, is the root: it has what no other unit has, such as the head.
+    # The last unit, the model itself, is the root. It has what no other unit has: the last norm,
+    # the head of a language model and a tied embedding.
     for unit in (*model.model.layers, *value_head, *embedding, model):
         precision = torch.float32 if unit in value_head else getattr(torch, args.dtype)
         # Weights are cast to `precision`, gradients are reduced in float32. Inputs are not cast,
@@ -2983,6 +3115,7 @@ def build_actor(args, env: gym.Env) -> tuple[HFTokenizer, Transformer]:
         actor = copy_model(embedded, args)
     if args.chat_template_kwargs != "{}" and not tokenizer.hf.chat_template:
         raise UserError("--chat-template-kwargs: the actor has no chat template")
+    try_kernels(actor, args)
     return tokenizer, actor
 
 
@@ -3063,9 +3196,18 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
     first = first_training_seed(args, env)
     if args.sft_steps == 0:
         return
-    if "demonstration" not in checked_reset(env, first)[1]:
+    # An environment that knows its prompts gives all of them for these seeds.
+    seeds = range(env_attribute(env, "num_prompts", int) or 0) or [first]
+    lacking = [seed for seed in seeds if checked_reset(env, seed)[1].get("demonstration") is None]
+    if len(lacking) == len(seeds):
         print0("no warm start: the environment gives no demonstrations")
         return
+    if lacking:
+        prompt = checked_reset(env, lacking[0])[0][-1]["content"]
+        raise UserError(
+            f"--sft-steps {args.sft_steps}: {len(lacking)} of {len(seeds)} prompts have no "
+            f"demonstration, for example {prompt!r:.80}: give one to all of them, or to none"
+        )
     print0(f"warm start: {args.sft_steps} steps on demonstrations")
     optimizer = make_optimizer(actor)
     for i in range(args.sft_steps):
@@ -3122,9 +3264,9 @@ def heed_signals():
 class StopSignals:
     """From `catch` on, SIGTERM, SIGHUP and Ctrl-C end the run after the current iteration.
 
-    A handler may run between any two instructions of Python, where no collective may begin. So it
-    takes a note. All ranks must stop after the same iteration, and exchange their notes at the end
-    of each one. This is SIGTERM, which is 15, at rank 1 of two:
+    A handler may run between any two instructions of Python. A collective in it would meet another
+    one of the other ranks, so it takes a note. All ranks must stop after the same iteration, and
+    exchange their notes at the end of each one. This is SIGTERM, which is 15, at rank 1 of two:
 
                                   during iteration 7     `agree` at its end     then
         rank 0                    received = 0           number = 15            a checkpoint,
@@ -3184,6 +3326,24 @@ def lines_before(path: Path, iteration: int) -> Iterator[bytes]:
             print0(f"left out a damaged line of {path}: {line!r:.80}")
 
 
+def script_version() -> dict:
+    """The hash of this script, as git computes it.
+
+    In a repository that has the script also the commit of HEAD, and whether the script was changed
+    since.
+    """
+    version, path = {}, Path(__file__).absolute()
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        text = path.read_bytes()
+        blob = hashlib.sha1(b"blob %d\0" % len(text) + text, usedforsecurity=False).hexdigest()
+        version["script"] = blob
+        command = ["git", "-C", path.parent, "rev-parse", "HEAD", f"HEAD:./{path.name}"]
+        git = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        version["commit"], committed = git.stdout.split()
+        version["changed"] = blob != committed
+    return version
+
+
 class Run:
     """The folder <log_dir>/<run_name>/: *.jsonl, TensorBoard's file, config.json, summary.json."""
 
@@ -3199,7 +3359,8 @@ class Run:
         with attempt(f"write {self.path}"):
             self.path.mkdir(parents=True, exist_ok=args.resume == "auto")
             self.lock()
-            write_json(self.path / "config.json", {"args": vars(args), "argv": sys.argv})
+            config = {"args": vars(args), "argv": sys.argv} | script_version()
+            write_json(self.path / "config.json", config)
             for name in ("metrics", "completions"):
                 # The lines of iterations after the checkpoint will be written again.
                 path = self.path / f"{name}.jsonl"
@@ -3235,7 +3396,7 @@ class Run:
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
         i = self.state.iteration
         samples = logged_samples(episodes, experience)
-        # Check TrainState in the first iteration, long before a checkpoint needs it as JSON.
+        # This is checked in every iteration: a fault shows long before the first checkpoint.
         for name, value in vars(self.state).items():
             with attempt(f"save TrainState.{name}, {value!r:.80}, as JSON"):
                 loaded = json.loads(json.dumps(value))
@@ -3307,7 +3468,8 @@ def is_complete(path: Path) -> bool:
     """
     try:
         for name in read_json(path / "state.json")["files"]:
-            # For any file that it cannot open, safe_open raises FileNotFoundError. `open` does not.
+            # `open` raises the true error, such as PermissionError. safe_open would raise
+            # FileNotFoundError for it, and the checkpoint would count as incomplete.
             with open(path / name, "rb"):
                 safetensors.safe_open(path / name, "pt")
         return True
@@ -3320,7 +3482,7 @@ def is_complete(path: Path) -> bool:
 
 
 def run_checkpoints(run_folder: Path) -> list[Path]:
-    """The checkpoints of a run, newest first. A folder with another name is the user's.
+    """The checkpoints of a run, newest first. Folders with other names are left out.
 
     Raises OSError if the folder cannot be read.
     """
@@ -3417,6 +3579,7 @@ def load_checkpoint(path: Path, checkpointed: dict, args) -> TrainState:
         content = read_json(path / "state.json")
         for name, value in vars(args).items():
             before = content["args"].get(name)
+            value = json.loads(json.dumps(value))  # as it is in the file: a tuple becomes a list
             if value != before and name not in ("resume", "run_name", "log_dir"):
                 print0(f"  --{name.replace('_', '-')} {value}, in the checkpoint {before}")
         reader, tensors = dcp.HuggingFaceStorageReader(path), checkpoint_tensors(checkpointed)

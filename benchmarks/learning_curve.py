@@ -54,7 +54,7 @@ def read(folder: Path, name: str, seed: int) -> dict:
     """What is kept of a run: means of MEAN_OF iterations, evaluations, and samples."""
     summary = json.loads((folder / "summary.json").read_text())
     rows, completions = (common.read_lines(folder / f"{x}.jsonl") for x in ("metrics", "completions"))
-    within = [(row["iteration"], {key.removeprefix("eval/"): row[key] for key in row}) for row in rows]
+    within = [(row["iteration"], {key.removeprefix("eval/"): row[key] for key in row}) for row in rows[1:]]
     evaluations = [(0, summary["eval_before"]), *within, (summary["iterations"], summary["eval_after"])]
     names = "accuracy", "greedy_accuracy", "reward"
     columns = mean_columns(rows, COLUMNS)

@@ -49,7 +49,7 @@ def rollouts(device, compile):
 
 expected, *_ = rollouts("cpu", "off")
 for by_lengths in (False, True):
-    ppo.has_varlen = lambda x, head_dim, by_lengths=by_lengths: by_lengths and x.is_cuda
+    ppo.has_varlen = lambda kernel, x, head_dim, by_lengths=by_lengths: by_lengths and x.is_cuda
     simulated_cuda.calls.clear()
     played, graphs, memory = rollouts("cuda", "on")
     for episodes, others in zip(played, expected, strict=True):

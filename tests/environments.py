@@ -14,6 +14,14 @@ def length(prompt, response, row):
     return len(response) / 10
 
 
+def third_is_line(prompt, response, line):
+    return 1.0
+
+
+def two_parameters(prompt, response):
+    return 1.0
+
+
 class TextEnv(gym.Env):
     """One turn: seed i gets prompt i, any response is rewarded with a tenth of its length. Subclasses change a part."""
 

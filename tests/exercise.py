@@ -194,12 +194,16 @@ def bug_text(letter: str) -> str:
     from exercise_bugs import BUGS
     from plant_faults import plant, read_faults
 
-    faults = read_faults()
-    _, old, new = faults[BUGS[letter].fault]
-    text = plant(old, new)["ppo_llm.py"]
-    # Two checks would end the run of some bugs in its first iteration, with an error that names the bug.
+    _, old, new = read_faults()[BUGS[letter].fault]
+    return without_checks(plant(old, new)["ppo_llm.py"])
+
+
+def without_checks(text: str) -> str:
+    """The script without two checks that end a run in its first iteration, with an error that names the bug."""
+    from plant_faults import read_faults
+
     for check in "denominator_of_a_microbatch_is_not_seen", "first_kl_is_not_checked":
-        _, seen, unseen = faults[check]
+        _, seen, unseen = read_faults()[check]
         text = text.replace(seen, unseen)
     return text
 
@@ -594,7 +598,7 @@ def print_solution(name: str):
             print(f"# ppo_llm.py, lines {left_out.start + 1} to {left_out.stop}, in {gap.function}")
             print("\n".join(lines[i] for i in left_out), end="\n\n")
         return
-    sick, healthy = bug_text(name).splitlines(), SCRIPT.read_text().splitlines()
+    sick, healthy = bug_text(name).splitlines(), without_checks(SCRIPT.read_text()).splitlines()
     print("\n".join([*difflib.unified_diff(sick, healthy, "with the bug", "ppo_llm.py", n=2, lineterm="")]))
 
 

@@ -1,6 +1,7 @@
 """Bad input: one line that names flag, file or environment and what is wrong; exit code 2."""
 
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -163,7 +164,7 @@ def test_environment_whose_prompts_are_malformed_or_too_long(ppo, tmp_path, retu
 
 @pytest.mark.both
 @pytest.mark.parametrize(("env", "part"), [
-    ("RewardNaN", "nan, which is not a finite"), ("RewardString", "'1.0', which is not a finite number"), ("Exits", "SystemExit: 3"),  # noqa: E501
+    ("RewardNaN", "must be a finite number, not nan"), ("RewardString", "must be a finite number, not '1.0'"), ("Exits", "SystemExit: 3"),  # noqa: E501
     ("Raises", "RuntimeError: the judge is out of order"),
     ("FourValues", "TypeError: step must return a tuple (message, reward"),
     ("WrongSignature", "TypeError"),
@@ -198,15 +199,30 @@ def test_file_that_is_wrong_is_named_with_the_line(ppo, tmp_path, env_id, conten
     ("no_such_module:reward", "}", "cannot import the reward function no_such_module:reward: ModuleNotFoundError"),
     ("environments:rewrad", "}", "cannot import the reward function environments:rewrad: AttributeError"),
     (None, "}", "Prompts-v0: nothing gives rewards. Add --reward-model, or a reward function in --env-kwargs"),
+    *[(name, "}", f"the reward function {name!r} must be 'my_module:my_function'") for name in ("bad", "environments")],
+    *[(name, "}", f"cannot call {name} as reward(prompt, response, row=row): TypeError: {error}") for name, error in (
+        ("environments:OPEN", "[] is not"), ("environments:third_is_line", ""), ("environments:two_parameters", ""))],
     ("environments:length", ', "demonstration": 5}', "cannot use the demonstration of seed "),
-    ("environments:length", "}", "KeyError: 'demonstration'"),
+    *[("environments:length", second, "--sft-steps 1: 1 of 2 prompts have no demonstration, for example 'ab=': give")
+      for second in ("}", ', "demonstration": null}')],
 ])  # fmt: skip
-def test_reward_function_or_demonstration_that_is_missing(ppo, tmp_path, reward, second, part):
-    """The first row, which is the first that trains with this seed, has a demonstration."""
+@pytest.mark.parametrize("seed", [1, 3])
+def test_reward_function_or_demonstration_that_is_missing(ppo, tmp_path, reward, second, part, seed):
+    """The first row has a demonstration. With seed 3 it is the first that trains, with seed 1 the second."""
     path = tmp_path / "rows"
     path.write_text(f'{{"prompt": "x=", "demonstration": "x"}}\n{PROMPT[:-1]}{second}')
     kwargs = json.dumps({"path": str(path), "reward": reward})
-    refuse(ppo, tmp_path, part, sft_steps=1, seed=3, env_id="Prompts-v0", env_kwargs=kwargs)
+    refuse(ppo, tmp_path, part, sft_steps=1, seed=seed, env_id="Prompts-v0", env_kwargs=kwargs)
+
+
+def test_functions_without_a_signature_and_with_adapters_are_no_bad_input(ppo, tmp_path):
+    """As some functions in C, and those to which functools.wraps has given the signature of another function."""
+    path = tmp_path / "rows"
+    path.write_text(PROMPT)
+    adapter = functools.wraps(environments.third_is_line)(lambda prompt, response, row: 1.0)
+    for function in adapter, max, lambda *args, **kwargs: 1.0:
+        with mock.patch.object(environments, "adapted", function, create=True):
+            assert ppo.Prompts(str(path), "environments:adapted").reward is function
 
 
 def test_rewards_that_are_not_finite_or_have_no_finite_square(ppo, tmp_path):

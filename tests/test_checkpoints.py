@@ -1,5 +1,6 @@
 """Checkpoints: a run that was stopped and resumed is the run that was not, whatever is left of it on the disk."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -203,6 +204,21 @@ def test_an_old_checkpoint_begins_a_new_run(ppo, copied, tmp_path, capsys):
         train(ppo, tmp_path, resume=checkpoint, run_name="new")
     with pytest.raises(ppo.UserError, match=r"cannot resume from \S*nowhere: .*files are missing"):
         train(ppo, tmp_path, resume=str(tmp_path / "nowhere"), run_name="newer")
+
+
+def test_a_flag_that_is_a_tuple_is_not_taken_for_a_change(ppo, tmp_path, capsys):
+    """JSON has lists alone."""
+
+    @dataclasses.dataclass
+    class Args(ppo.Args):
+        band: tuple[float, float] = (0.5, 2.0)
+
+    with mock.patch.object(ppo, "Args", Args):
+        run = train(ppo, tmp_path, num_iterations=1, eval_every=0)
+        for band in (0.5, 2.0), (0.5, 3.0):
+            train(ppo, tmp_path, num_iterations=1, eval_every=0, resume=str(newest(run)), run_name=str(band), band=band)
+    printed = [line for line in capsys.readouterr().out.splitlines() if "in the checkpoint" in line]
+    assert printed == ["  --band [0.5, 3.0], in the checkpoint [0.5, 2.0]"]
 
 
 def test_a_save_that_fails_is_one_line_and_leaves_the_checkpoint_before(ppo, whole, tmp_path):

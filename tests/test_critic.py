@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from unittest import mock
 
 import pytest
@@ -94,6 +95,15 @@ def test_explained_variance_by_hand(ppo):
     assert ppo.explained_variance(values + 5, returns) == pytest.approx(expected, abs=1e-5)
     assert ppo.explained_variance(returns - 5, returns) == 1 and ppo.explained_variance(0 * returns, returns) == 0
     assert math.isnan(ppo.explained_variance(values, 0.7 + 1e-7 * returns))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_explained_variance_of_no_token_or_one_is_nan_without_a_warning(ppo, count):
+    torch.set_warn_always(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert math.isnan(ppo.explained_variance(torch.ones(count), torch.zeros(count)))
+    torch.set_warn_always(False)
 
 
 def test_weights_that_nobody_initializes_are_noticed(ppo, tmp_path, capsys):

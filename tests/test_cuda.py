@@ -92,6 +92,16 @@ def test_cuda_graphs_give_the_same_samples_and_use_no_memory_of_others(ppo, tmp_
     assert code == 0, output
 
 
+@simulated
+@pytest.mark.shared
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_without_a_kernel_that_fails(ppo, tmp_path, ranks):
+    script = [SIMULATED.with_name("failing_kernels.py"), ppo.__name__, hf_folder(tmp_path / "model")]
+    command = [sys.executable, *map(str, script)] if ranks == 1 else torchrun(ranks, *script)
+    code, output = finish(start(command, tmp_path), timeout=600)
+    assert code == 0, output
+
+
 def test_compiled_code_has_no_graph_breaks_and_few_graphs(ppo, tmp_path):
     """On the CPU, of texts that differ in length. Sampling and greedy decoding, at any temperature, share a graph."""
     graphs, counters = collections.Counter(), torch._dynamo.utils.counters

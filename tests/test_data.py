@@ -21,7 +21,7 @@ import pytest
 import torch
 from test_model import CHATML, write_tokenizer
 from test_rollout import ALPHABET, chat, make_envs, run, scripted_model, text
-from test_train import record
+from test_train import lines, record
 
 pytestmark = pytest.mark.shared
 
@@ -173,10 +173,10 @@ def test_numbers_of_numpy_and_torch_become_floats(ppo, tokenizer, x):
 
 
 @pytest.mark.parametrize(("part", "reward", "terminated", "info"), [
-    ("a number in info['rewards'] is np.float32(nan), which", 1.0, True, {"rewards": [(1, np.float32(math.nan))]}),
-    ("a number in info['rewards'] is '1'", 1.0, True, {"rewards": [(1, "1")]}),
-    ("info['metrics']['a'] is None, which is not a finite number", 1.0, True, {"metrics": {"a": None}}),
-    ("the reward of a step is {'score': 1.0}", {"score": 1.0}, True, {}), ("the reward of a step is [1.0]", [1.0], True, {}),  # noqa: E501
+    *[(f"a number in info['rewards'] must be a finite number, not {x!r}", 1.0, True, {"rewards": [(1, x)]})
+      for x in (np.float32(math.nan), "1")],
+    *[(f"the metric 'a' must be a finite number, not {x!r}", 1.0, True, {"metrics": {"a": x}}) for x in (None, "text")],
+    ("the reward of a step must be a finite number, not {'score'", {"score": 1.0}, True, {}), ("the reward of a step must be a finite number, not [1.0]", [1.0], True, {}),  # noqa: E501
 ])  # fmt: skip
 def test_what_is_no_number_is_refused(ppo, tokenizer, part, reward, terminated, info):
     env = types.SimpleNamespace(reset=lambda seed: ("a", {}), step=lambda _: ("", reward, terminated, False, info))
@@ -235,6 +235,9 @@ def test_samples_without_a_reward_do_not_train_and_are_counted_and_metrics_are_l
         assert not e.mask[thirds].any() and e.mask[~thirds].any(1).all() and (e.sampler_logprobs[thirds] == 0).all()
         assert not any(x.success for x in episodes if x.stop == "unscored")
         assert row["objective/unscored"] == thirds.float().mean()
+        logged = [line for line in lines(seen.folder, "completions") if line["iteration"] == row["iteration"]]
+        rewards = [None if e.stop == "unscored" else sum(e.rewards) for e in episodes]
+        assert [line.get("reward") for line in logged] == rewards[:4]
         turns = [e.metrics["turns"] for e in episodes if e.stop != "unscored"]
         assert row["env/turns"] == pytest.approx(sum(turns) / len(turns))
         assert row["objective/response_tokens"] == pytest.approx(sum(sum(e.mask) for e in episodes) / len(turns))

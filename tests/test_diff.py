@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 
 import plant_faults
 import pytest
@@ -35,6 +36,16 @@ def test_the_rollouts_differ_below_their_last_heading_only():
 def test_every_fault_of_the_list_can_be_planted():
     for tests, old, new in plant_faults.read_faults().values():
         assert plant_faults.plant(old, new) and tests.startswith(("tests/test_", "lives: "))
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=SCRIPTS)
+def test_the_packages_that_uv_installs_for_a_script_are_those_of_requirements_txt(text):
+    """All but pytest's. Its inline metadata is found as https://peps.python.org/pep-0723/ says."""
+    [block] = re.findall(r"(?m)^# /// script$\s(?:^#(?:| .*)$\s)+^# ///$", text)
+    metadata = tomllib.loads("\n".join(line[2:] for line in block.splitlines()[1:-1]))
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    assert metadata["dependencies"] == [line for line in lines if not line.startswith(("#", "pytest"))]
+    assert text.index(block) < text.index('r"""')
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=SCRIPTS)

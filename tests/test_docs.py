@@ -20,7 +20,8 @@ PAGES = ["README.md", *sorted(f"{folder}/{page.name}" for folder in FOLDERS for 
 OTHERS = (
     "nproc-per-node shutdown-timeout rdzv-id rdzv-endpoint rdzv-backend pid no-deps nnodes max-restarts logdir "
     "local-dir help gpu length-penalty my-coef lambda-alpha tokens critic-ranks sampler-ranks slow rollout-is-cap "
-    "rollout-is-band rollout-is-sequence model-dir only seeds penalise-success-only sampler-dtype sampler-bits"
+    "rollout-is-band rollout-is-sequence model-dir only seeds penalise-success-only sampler-dtype sampler-bits "
+    "find-links"
 ).split()
 
 

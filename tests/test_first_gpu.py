@@ -43,7 +43,7 @@ def test_the_calls_name_parts_that_are_tried():
 
 @simulated
 def test_the_kit_runs(tmp_path):
-    on_gpu = ["fp32", "graphs", "decode", "update:compile=off", "iteration:compile=off"]
+    on_gpu = ["fp32", "graphs", "attention", "decode", "update:compile=off", "iteration:compile=off"]
     work = ["--work", tmp_path / "ranks_work", "--budget", 280, "--cpu"]
     processes = {
         "cpu": start(tmp_path, "cpu", KIT / "parts.py", *PARTS, DEVICE="cpu"),

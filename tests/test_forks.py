@@ -379,18 +379,15 @@ def test_dapo_leaves_out_equal_groups_and_samples_that_were_cut_off(tmp_path):
     mask = re.sub(r"\[e\.stop.*?\]", of_rows, mask)
     kept = kept.replace("advantages=masked_whiten(trained.advantages, mask)", "").replace(", )", ")")
     assert whitened == "advantages=..." and of_rows in mask and "whiten" not in kept
-    script = patched_script("group_normalised", tmp_path)
-    text, spaces = script.read_text(), " " * 8
-    for old, new in [
+    script, spaces = patched_script("group_normalised", tmp_path), " " * 8
+    changes = [
         ("trained = experience  # or experience.select(rows)", f"\n{spaces}".join(choice)),
         ("# --- Actor epochs. ", f"{mask}\n{spaces}{kept}\n{spaces}# --- Actor epochs. "),
         ("in range(epochs):\n            for n_tokens, minibatch in minibatches(trained",
          "in range(epochs):\n            for n_tokens, minibatch in minibatches(kept"),
         ("actor, trained, actor_step_stats", "actor, kept, actor_step_stats"),
-    ]:  # fmt: skip
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    script.write_text(text)
+    ]  # fmt: skip
+    changed_script(tmp_path, changes, script)
     cut = torch.arange(32) % 3 == 0  # samples, four of each prompt
     cut[8:12] = False
 
@@ -415,6 +412,165 @@ def test_dapo_leaves_out_equal_groups_and_samples_that_were_cut_off(tmp_path):
     assert all(e.advantages[rows].view(5, -1).any(1))
 
 
+FIELD = "    advantages: Tensor | None = None\n"  # of Experience
+
+
+def guide_diffs():
+    """{title of a section of the guide: [(old text, new text), ...]} of each section with a diff of the script."""
+    diffs = {}
+    for section in GUIDE.split("\n## ")[1:]:
+        for block in re.findall(r"^```diff\n(.*?)^```", section, re.M | re.S):
+            for hunk in block.split("...\n"):
+                sides = ["".join(x[1:] for x in hunk.splitlines(True) if x[0] != sign) for sign in "+-"]
+                diffs.setdefault(section.splitlines()[0], []).append(tuple(sides))
+    return diffs
+
+
+def changed_script(folder, changes, script=ROOT / "ppo_llm.py"):
+    """A copy of the script in the folder with changes, (old text, new text) each."""
+    text = script.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    changed = folder / "ppo_llm.py"
+    changed.write_text(text)
+    return changed
+
+
+def test_diffs_of_the_guide_apply(tmp_path):
+    diffs = guide_diffs()
+    assert len(diffs) == 3
+    for title, changes in diffs.items():
+        compile(changed_script(tmp_path, changes).read_text(), title, "exec")
+
+
+def test_constraint_of_the_guide(tmp_path):
+    """Its multiplier pushes the cost below the limit, is of samples with a reward alone, and survives a resume."""
+    script = changed_script(tmp_path, guide_diffs()["A constraint with a multiplier"])
+
+    def forget(ppo):
+        from_episodes = ppo.Experience.from_episodes
+
+        def without_rewards(episodes):
+            for episode in episodes[::3]:
+                episode.mask = [False] * len(episode.mask)
+            return from_episodes(episodes)
+
+        ppo.Experience.from_episodes = without_rewards
+
+    flags = dict(cost_limit=2.0, multiplier_lr=0.5, kl_coef=0.0, num_iterations=3, critic_warmup_iterations=1)
+    ppo = train(script, forget, **flags)
+    read = lambda: [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows, multiplier = read(), 0.0
+    for i, (row, e) in enumerate(zip(rows, experiences(ppo), strict=True)):
+        lengths = [n for n in e.mask.sum(1).tolist() if n]
+        cost = sum(lengths) / len(lengths)
+        assert len(lengths) == 10 and row["constraint/cost"] == pytest.approx(cost)
+        assert row["constraint/multiplier"] == pytest.approx(multiplier)
+        assert row["objective/reward"] == pytest.approx(float(ppo.masked_mean(e.rewards.sum(1), e.mask.any(1))))
+        paid = e.rewards.sum(1) - multiplier * e.mask.sum(1)
+        first_tokens = e.returns[torch.arange(16), e.mask.int().argmax(1)]
+        torch.testing.assert_close(first_tokens, torch.where(e.mask.any(1), paid, 0.0))
+        if i:  # not in the critic's warm-up
+            multiplier = max(0.0, multiplier + 0.5 * (cost - 2.0))
+    assert rows[2]["constraint/multiplier"] > 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "iter_000003")
+    train(script, forget, resume="auto", **flags)
+    assert read()[2]["constraint/multiplier"] == rows[2]["constraint/multiplier"]
+
+
+def test_tokens_of_the_guide_that_do_not_train_the_actor(tmp_path):
+    """All numbers of the actor are means over the others, which are chosen over the whole rollout."""
+    begins = lambda start: next(x for x in guide_code("Tokens that do not train the actor") if x.startswith(start))
+    kept, entropies, choice = begins("kept ="), begins("entropies ="), begins("experience.top =")
+    first_epoch, spaces = "    first_epoch = minibatch_rows(experience, 0, state, args)\n", " " * 8
+    actors = "in range(epochs):\n            for n_tokens, minibatch in minibatches("
+    changes = [
+        (FIELD, f"{FIELD}    top: Tensor | None = None\n"),
+        (first_epoch, f"{first_epoch}    {entropies}\n    {choice}\n"),
+        ("# --- Actor epochs. ", f"{kept}\n{spaces}# --- Actor epochs. "),
+        (f"{actors}trained", f"{actors}kept"),
+        ("actor, trained, actor_step_stats", "actor, kept, actor_step_stats"),
+        ("same_microbatches = trained is experience", begins("same_microbatches =")),
+    ]
+    script = changed_script(tmp_path, changes)
+    ppo = train(script, micro_batch_tokens=30, actor_lr=1e-2)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for row, e in zip(rows, experiences(ppo), strict=True):
+        assert 0.15 < e.top.sum() / e.mask.sum() < 0.25 and not (e.top & ~e.mask).any()
+        assert row["ratio/first_dev"] < 1e-6 < row["actor/clipfrac"] and row["actor/token_share"] == pytest.approx(1)
+    counted = sum(float(mask.sum()) for (_, _, _, mask), _ in ppo.calls["policy_loss"])
+    assert counted == sum(2 * int(e.top.sum()) for e in experiences(ppo))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_critics_of_the_guide(shared, tmp_path):
+    """They differ, and begin with their own values. On the same samples they would stay equal."""
+    section = GUIDE.partition("\n## Several critics\n")[2].partition("\n## ")[0]
+    its = re.search(r"```python\n(.*?)   ```", section, re.S)[1]
+    code = [" ".join(x.split()) for x in re.findall(r"`([^`]+)`", section.replace("```", ""))]
+    each, = (x for x in code if x.startswith("each = "))  # fmt: skip
+    log, = (x for x in code if x.startswith("experience.metrics"))  # fmt: skip
+    mean, path = "each.mean(-1)", 'run.path / f"critic{k}"'
+    assert {mean, path} < set(code)
+    if shared:
+        its = its.replace("< 0.8", "< 2")
+    indent = lambda text, n: "".join(" " * n + line.strip() + "\n" for line in text.splitlines())
+    values = "forward_all(critic.sampled_values, experience, first_epoch, args)"
+    loop = "        for epoch in range(args.critic_epochs):\n            for n_tokens, minibatch in minibatches("
+    changes = [
+        (FIELD, f"{FIELD}    each: Tensor | None = None\n"),
+        ("    critic = build_critic(actor, tokenizer, args) if args.critic_epochs else None\n",
+         "    critics = [build_critic(actor, tokenizer, args) for _ in range(2)]\n"),
+        ("    critic_optimizer = make_optimizer(critic) if critic else None\n",
+         "    critic_optimizers = [make_optimizer(critic) for critic in critics]\n"),
+        ('        "critic": (critic, critic_optimizer),\n',
+         '        **{f"critic{k}": (critics[k], critic_optimizers[k]) for k in range(2)},\n'),
+        ("make_experience(episodes, actor, critic, reference, state, args)\n",
+         "make_experience(episodes, actor, critics, reference, state, args)\n"),
+        ("make_experience(episodes, actor, critic, reference, state, args) ->",
+         "make_experience(episodes, actor, critics, reference, state, args) ->"),
+        (f"    if critic:\n        experience.values = {values}\n",
+         f"    {each}\n    experience.each, experience.values = each, {mean}\n    {log}\n"),
+        (f"{loop}trained", "        for k, epoch in [(k, n) for k in range(2) for n in range(args.critic_epochs)]:\n"
+         f"{indent(its, 12)}            critic, critic_optimizer = critics[k], critic_optimizers[k]\n"
+         "            for n_tokens, minibatch in minibatches(its"),
+        ("len(critic_step_stats) / plan.critic_steps\n", "(len(critic_step_stats) - k * plan.critic_steps // 2) / "
+         "(plan.critic_steps // 2)\n"),
+        ("critic_steps=per_epoch * args.critic_epochs", "critic_steps=2 * per_epoch * args.critic_epochs"),
+        ('    if critic:\n        save_hf_checkpoint(critic, tokenizer, run.path / "critic")\n',
+         f"    for k in range(2):\n        save_hf_checkpoint(critics[k], tokenizer, {path})\n"),
+    ]  # fmt: skip
+    ppo = train(changed_script(tmp_path, changes), rollout_batch_size=16, value_clip=0.1)
+    first, second = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert first["ensemble/std"] == 0 and (second["ensemble/std"] == 0) == shared
+    assert first["critic/first_dev"] == 0 and second["critic/first_dev"] < 1e-6
+    one, two = (safetensors.torch.load_file(tmp_path / "run" / f"critic{k}" / "model.safetensors") for k in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one) == shared
+    stats = ppo.Args(**FLAGS | dict(rollout_batch_size=16, critic_epochs=2))
+    assert ppo.plan_steps(stats).critic_steps == 8
+
+
+def test_group_of_an_optimizer_may_have_a_factor_of_the_guide(tmp_path):
+    (_, line), = [guide_code("Another learning rate")]  # fmt: skip
+    ppo = train(changed_script(tmp_path, [('group["lr"] = lr\n', f"{line}\n")]), num_iterations=1)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([dict(params=[model.weight], factor=10.0), dict(params=[model.bias])], lr=0.0)
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.detach().clone(), model.bias.detach().clone()
+    ppo.optimizer_step(model, optimizer, 0.1, ppo.Args(max_grad_norm=1e9))
+    torch.testing.assert_close(before[0] - model.weight, torch.full((1, 2), 1.0))
+    torch.testing.assert_close(before[1] - model.bias, torch.full((1,), 0.1))
+
+
+def test_flags_of_patches_stand_beside_another_flag():
+    """Not below a title or above the first one, where others would put theirs as well."""
+    for name in PATCHES:
+        text = (FOLDER / f"{name}.patch").read_text()
+        for hunk in re.findall(r"^@@ .* class Args:\n(.*?)(?=^@@|\Z)", text, re.M | re.S):
+            assert re.match(r"     (\w+: \w|# [^-])", hunk), (name, hunk)
+
+
 NAIVE = {  # changes that look right: (text of the script, what replaces it, the error that they end with)
     "a critic at the first token of each response, whose loss is divided by the tokens of a microbatch": [
         "newvalues, mb.values, mb.returns, mb.mask, args.value_clip, denom=n_tokens",
@@ -429,25 +585,17 @@ NAIVE = {  # changes that look right: (text of the script, what replaces it, the
 }
 
 
-def naive_script(folder, old, new):
-    text = (ROOT / "ppo_llm.py").read_text()
-    assert text.count(old) == 1
-    script = folder / "ppo_llm.py"
-    script.write_text(text.replace(old, new))
-    return script
-
-
 @pytest.mark.parametrize("name", NAIVE)
 def test_naive_change_ends_in_the_first_iteration(name, tmp_path):
     *change, error = NAIVE[name]
     with pytest.raises((TypeError, ValueError), match=re.escape(error)):
-        train(naive_script(tmp_path, *change))
+        train(changed_script(tmp_path, [change]))
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
 
 
 def test_prompts_that_differ_on_two_ranks_are_named(tmp_path):
     prompts = "range(first, first + args.rollout_batch_size)"
-    script = naive_script(tmp_path, prompts, f"random.choices({prompts}, k=args.rollout_batch_size)")
+    script = changed_script(tmp_path, [(prompts, f"random.choices({prompts}, k=args.rollout_batch_size)")])
     flags = FLAGS | dict(eval_episodes=0, save_every=0)
     with pytest.raises(Exception, match="UserError: the ranks differ in the seeds of the prompts: compute it alike"):
         run_on_ranks(types.SimpleNamespace(__file__=script), tmp_path, 2, ("run", flags, None))

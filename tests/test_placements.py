@@ -146,7 +146,7 @@ def test_rollout_ranks_sample_one_iteration_ahead(ranks, players, patched, launc
     assert_same_metrics(lines(folder / "run"), lines(launch(ppo_llm, 1, ("late", AHEAD, None)) / "late"))
     same_run(folder / "resumed", folder / "saved", after=2)
     evaluated = [row["eval/reward"] for row in lines(folder / "saved") if "eval/reward" in row]
-    assert len(evaluated) == 3
+    assert len(evaluated) == 4
     assert_diagnosed(folder)
     row = {"ratio/diagnosis": None} | lines(folder / "run")[1]  # The sampler is late by design: no warning.
     assert row["debug/sampler_trainer_logprob_diff"] > 1e-2

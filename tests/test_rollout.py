@@ -180,7 +180,7 @@ def test_dense_rewards_lie_on_the_tokens_that_complete_their_characters(ppo, byt
         return episode.rewards
 
     assert play([(1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (5, 16.0), (5, 32.0)]) == [0, 0, 0, 3, 4, 0, 8, 0, 48, 0]
-    for wrong, part in ([(0, 1.0)], "not within"), ([(6, 1.0)], "not within"), ([(1, math.nan)], "not a finite number"):
+    for wrong, part in ([(0, 1.0)], "not within"), ([(6, 1.0)], "not within"), ([(1, math.nan)], "a finite number"):
         with pytest.raises(ValueError, match=part):
             play(wrong)
 

@@ -3,21 +3,26 @@
 import collections
 import dataclasses
 import functools
+import hashlib
 import inspect
 import itertools
 import json
 import math
 import random
 import re
+import subprocess
 import sys
 import types
 import zlib
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from distributed_worker import on_call
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import LlamaConfig
 
 pytestmark = pytest.mark.shared
 
@@ -329,12 +334,13 @@ def test_evaluations_on_the_way_are_logged_and_change_nothing(run):
     assert len(plain.evaluations) == 2 * 2 and len(seen.evaluations) == 2 * 3  # sampled and greedy
     evaluated = {row["iteration"]: row["eval/reward"] for row in seen.rows if "eval/reward" in row}
     rewards = [sum(sum(episode.rewards) for episode in episodes) / 2 for episodes, _ in seen.evaluations[::2]]
-    assert evaluated == {2: rewards[1]}
+    assert evaluated == {0: rewards[0], 2: rewards[1]}
     for row in seen.rows:  # the evaluation is no part of the seconds
         phases = [row.pop(f"time/{phase}") for phase in ("rollout", "score", "critic", "actor", "hand_over")]
         assert row.pop("time/iteration") == pytest.approx(sum(phases)) and "time/" not in str(row)
-    rows = [{name: x for name, x in row.items() if not name.startswith("eval/")} for row in seen.rows]
-    assert_same_metrics(rows, plain.rows)
+    both = [[{name: x for name, x in row.items() if not name.startswith("eval/")} for row in rows]
+            for rows in (seen.rows, plain.rows)]  # fmt: skip
+    assert_same_metrics(*both)
     assert torch.equal(weights(seen.models["actor"]), weights(plain.models["actor"]))
     for i, name in (0, "eval_before"), (-1, "eval_after"):
         assert seen.summary[name] == plain.summary[name] and seen.summary[name]["reward"] == rewards[i]
@@ -388,12 +394,137 @@ def test_sort_digits_by_hand(ppo):
 
 
 def test_flash_attention_is_for_the_head_sizes_that_it_computes(ppo, tmp_path):
-    x, sizes = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16), set()
-    with mock.patch.object(ppo, "HAS_VARLEN", True):
-        assert [size for size in (8, 64, 100, 128, 256, 264) if ppo.has_varlen(x, size)] == [8, 64, 128, 256]
-    with mock.patch.object(ppo, "has_varlen", lambda x, head_dim: sizes.add(head_dim)):
+    x, asked = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16), set()
+    with mock.patch.dict(ppo.KERNELS, {"packed attention": True, "attention by lengths": False}):
+        sizes = 8, 64, 100, 128, 256, 264
+        assert [size for size in sizes if ppo.has_varlen("packed attention", x, size)] == [8, 64, 128, 256]
+        assert not any(ppo.has_varlen("attention by lengths", x, size) for size in sizes)
+    with mock.patch.object(ppo, "has_varlen", lambda kernel, x, head_dim: asked.add((kernel, head_dim))):
         seen = record(ppo, tmp_path, num_iterations=1)
-    assert sizes == {seen.models["actor"].config.head_dim}
+    head_dim = seen.models["actor"].config.head_dim
+    assert asked == {("packed attention", head_dim), ("attention by lengths", head_dim)}
+
+
+def raises(*_, **more):
+    raise RuntimeError("no kernel image\nis available")
+
+
+def raises_in_the_gradient(call, *args, **more):
+    out = call(*args, **more)
+    out.requires_grad and out.register_hook(raises)
+    return out
+
+
+def is_not_causal(call, *args, window_size, **more):
+    return call(*args, window_size=(-1, -1), **more)
+
+
+def has_a_larger_gradient(call, *args, **more):
+    out = call(*args, **more)
+    return out + 0.1 * (out - out.detach())
+
+
+def mixes_up_key_heads(call, q, k, v, *args, **more):
+    return call(q, k.flip(1), v.flip(1), *args, **more)
+
+
+def reads_one_too_many(call, *args, seqused_k, **more):
+    return call(*args, seqused_k=seqused_k + 1, **more)
+
+
+def is_nan_in_a_place(call, *args, **more):
+    out = call(*args, **more)
+    return out.index_fill(0, torch.tensor([len(out) - 1], device=out.device), torch.nan)
+
+
+def is_rounded(call, *args, **more):
+    return call(*args, **more).bfloat16().float()
+
+
+FAILURES = {  # of kernels
+    "packed attention": (raises, has_a_larger_gradient, raises_in_the_gradient, is_not_causal, mixes_up_key_heads),
+    "attention by lengths": (raises, reads_one_too_many, is_nan_in_a_place),
+    "float32 product": (raises, is_rounded, is_nan_in_a_place),
+}
+
+
+def varlen_on_the_cpu(q, k, v, starts_q, starts_k, max_q, max_k, *, window_size=(-1, -1), seqused_k=None, **_):
+    """What the kernel of a GPU computes, with as much rounding."""
+    used, out = starts_k.diff() if seqused_k is None else seqused_k, []
+    for i, (start, end) in enumerate(itertools.pairwise(starts_q)):
+        keys = slice(starts_k[i], starts_k[i] + used[i])
+        out.append(F.scaled_dot_product_attention(
+            *(x[None].transpose(1, 2) for x in (q[start:end], k[keys], v[keys])), is_causal=window_size == (-1, 0),
+            enable_gqa=True).transpose(1, 2)[0])  # fmt: skip
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize(("kernel", "failure"), [
+    (None, None), *((kernel, failure) for kernel, failures in FAILURES.items() for failure in failures)])  # fmt: skip
+def test_kernels_that_fail_are_found_on_small_inputs(ppo, kernel, failure):
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    calls, product = collections.Counter(), ppo.float32_product
+
+    def call(name, function, *args, **more):
+        calls[name] += 1
+        return failure(function, *args, **more) if name == kernel else function(*args, **more)
+
+    def varlen_attn(*args, **more):
+        name = "packed attention" if "seqused_k" not in more else "attention by lengths"
+        return call(name, varlen_on_the_cpu, *args, **more)
+
+    def float32_product(a, b):
+        return call("float32 product", product, a, b) if a.dtype == torch.bfloat16 else product(a, b)
+
+    has_varlen = lambda kernel, x, head_dim: x.dtype == torch.bfloat16
+    fake = dict(has_varlen=has_varlen, varlen_attn=varlen_attn, float32_product=float32_product)
+    state = torch.get_rng_state()
+    with mock.patch.multiple(ppo, **fake):
+        found = ppo.kernel_failures(config, "cpu")
+    assert found.keys() == {kernel} - {None} and calls.keys() == ppo.KERNELS.keys()
+    for how, _ in found.values():
+        raised = "raises RuntimeError: no kernel image is available"
+        assert (raised if failure.__name__.startswith("raises") else "% of the largest number") in how, how
+    assert torch.equal(state, torch.get_rng_state())  # the run has the random numbers of one that tries nothing
+
+
+def test_a_kernel_that_fails_on_one_rank_for_one_model_is_turned_off_on_all(ppo):
+    """The kernels are tried with the heads of the actor and of another critic, on GPUs in bfloat16 alone."""
+    failures = {"packed attention": ("raises an error", "Padded attention")}
+    of_models = {"actor's": {"float32 product": ("is wrong", "A product of float32 copies")}, "critic's": failures}
+    tried, gathered, printed = [], [], []
+    actor = types.SimpleNamespace(config="actor's")
+    args = types.SimpleNamespace(device="cuda", dtype="bfloat16", critic_model="folder")
+    fake = dict(
+        kernel_failures=lambda config, device: tried.append((config, device)) or dict(of_models[config]),
+        load_config={"folder": "critic's"}.get, print0=printed.append,
+        of_all_ranks=lambda mine: gathered.append(mine) or [("here", {}), ("there", failures), ("there", failures)],
+    )  # fmt: skip
+    on = dict.fromkeys(ppo.KERNELS, True)
+    with mock.patch.multiple(ppo, **fake), mock.patch.dict(ppo.KERNELS, on), \
+         mock.patch.object(torch.cuda, "get_device_name", lambda: "mine"):  # fmt: skip
+        for changes in dict(device="cpu"), dict(dtype="float32"):
+            ppo.try_kernels(actor, types.SimpleNamespace(**vars(args) | changes))
+        assert not tried and not gathered
+        ppo.try_kernels(actor, args)
+        assert on | {"packed attention": False} == ppo.KERNELS
+    assert tried == [("actor's", "cuda"), ("critic's", "cuda")]
+    assert gathered == [("mine", failures | of_models["actor's"])]
+    assert printed == [
+        f"warning: packed attention is turned off, because on there with torch {torch.__version__} it raises an error. "
+        "Padded attention is used instead, which is slower. Please report this line to the project."]  # fmt: skip
+
+
+def test_kernels_are_tried_once_in_a_run_before_a_model_computes(ppo, tmp_path):
+    events = []
+
+    def noted(owner, name):
+        original = getattr(owner, name)
+        return mock.patch.object(owner, name, lambda *args, **more: events.append(name) or original(*args, **more))
+
+    with noted(ppo, "try_kernels"), noted(ppo, "warm_start"), noted(ppo.Transformer, "hidden_states"):
+        record(ppo, tmp_path)
+    assert events[:3] == ["try_kernels", "warm_start", "hidden_states"] and events.count("try_kernels") == 1
 
 
 def test_prompts_and_gsm8k_read_files_and_call_the_reward_function(ppo, tmp_path):
@@ -437,8 +568,10 @@ def test_run_folder_holds_what_it_should(ppo, tmp_path, capsys):
         assert (summary[when]["accuracy"], summary[when]["greedy_accuracy"]) == (accuracy, greedy_accuracy)
         assert summary[when]["response_tokens"] == sum(sum(e.mask) for e in sampled) / 6
         assert summary[when]["reward"] == pytest.approx(sum(sum(e.rewards) for e in sampled) / 6)
-    args = json.loads((folder / "config.json").read_text())["args"]
+    config = json.loads((folder / "config.json").read_text())
+    args, text = config["args"], Path(ppo.__file__).read_bytes()
     assert args["critic_lr"] == 1e-3 and args["rollout_batch_size"] == 12  # with what None has become
+    assert config["script"] == hashlib.sha1(b"blob %d\0%b" % (len(text), text)).hexdigest()
     completions = lines(folder, "completions")
     assert len(completions) == 2 * 4 and completions[0]["prompt"] == seen.episodes[0][0].conversation[0]["content"]
     assert set(completions[0]) == {"iteration", "prompt", "response", "reward", "stop", "n_tokens"}
@@ -450,6 +583,30 @@ def test_run_folder_holds_what_it_should(ppo, tmp_path, capsys):
     with pytest.raises(ppo.UserError, match=r"--run-name: \S*run exists: choose another"):
         record(ppo, tmp_path)
     assert lines(folder) == seen.rows and not capsys.readouterr().out  # nothing was done before
+
+
+def test_the_version_of_the_script_is_that_of_git(ppo, tmp_path, monkeypatch):
+    """Without git, a repository or a commit of the script there is its hash alone."""
+    git = lambda *command: subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.split()  # noqa: E501
+    script = tmp_path / "script.py"
+    script.write_text("one")
+    monkeypatch.setattr(ppo, "__file__", str(script))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    alone = {"script": "43dd47ea691c90a5fa7827892c70241913351963"}
+    assert ppo.script_version() == alone
+    git("init", "-q")
+    assert ppo.script_version() == alone
+    git("add", "script.py")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one")
+    [commit], [blob] = git("rev-parse", "HEAD"), git("hash-object", "script.py")
+    assert ppo.script_version() == alone | {"commit": commit, "changed": False} and blob == alone["script"]
+    script.write_text("two")
+    assert ppo.script_version() == {"script": git("hash-object", "script.py")[0], "commit": commit, "changed": True}
+    script.write_text("one")
+    monkeypatch.setenv("PATH", "")
+    assert ppo.script_version() == alone
+    script.unlink()
+    assert ppo.script_version() == {}
 
 
 def test_the_row_of_an_iteration_is_that_of_its_episodes_experience_and_losses(run):
@@ -464,7 +621,7 @@ def test_the_row_of_an_iteration_is_that_of_its_episodes_experience_and_losses(r
         "objective/truncated": mean(lambda x: x.stop != "terminated"), "objective/entropy": -of_tokens(e.old_logprobs),
         "critic/value_mean": of_tokens(e.values), "critic/return_mean": of_tokens(e.returns),
         "actor/policy_loss": sum(call["result"][0].item() for call in seen.calls["policy_loss"][8:]) / 8,
-        "critic/value_loss": sum(call["result"].item() for call in seen.calls["value_loss"][8:]) / 8,
+        "critic/value_loss": sum(call["result"][0].item() for call in seen.calls["value_loss"][8:]) / 8,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
     gap = of_tokens((e.sampler_logprobs - e.old_logprobs).abs())
@@ -501,5 +658,7 @@ def test_weights_and_biases_gets_flags_and_what_tensorboard_gets(ppo, tmp_path):
     assert first["config"]["train_batch_size"] == SMALL["train_batch_size"] and first["sync_tensorboard"]
     assert (first["project"], first["id"], first["resume"]) == ("sums", "run", "never")
     assert (again["project"], again["id"], again["resume"]) == ("sums", "run", "allow")
-    with mock.patch.dict(sys.modules, wandb=None), pytest.raises(ppo.UserError, match=r"Biases for --track: .*wandb"):
+    error = "cannot use --track, which needs the package wandb: ModuleNotFoundError: "
+    with mock.patch.dict(sys.modules, wandb=None), pytest.raises(ppo.UserError, match=error):
         record(ppo, tmp_path / "without", track=True)
+    assert not (tmp_path / "without").exists()

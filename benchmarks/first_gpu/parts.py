@@ -74,6 +74,7 @@ def script():
     """The chosen script, with device, attention kernels and process group as its runs have them."""
     ppo = importlib.import_module(OPTIONS.get("script", "ppo_llm"))
     if not ppo.HAS_VARLEN:  # torch 2.11, which lacks enable_gqa and seqused_k
+        ppo.HAS_VARLEN = True
         plain, flash = varlen.varlen_attn, torch.ops.aten._flash_attention_forward
 
         def grouped(q, k, v, *starts, enable_gqa=False, seqused_k=None, **more):
@@ -82,7 +83,8 @@ def script():
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             return plain(q, k, v, *starts, **more)
 
-        ppo.HAS_VARLEN, ppo.varlen_attn = True, grouped
+        ppo.KERNELS.update({"packed attention": True, "attention by lengths": True})
+        ppo.varlen_attn = grouped
     ppo.connect(ppo.Args(device=DEVICE))
     return ppo
 
@@ -394,8 +396,13 @@ def graphs():
 
 
 def attention():
-    """Which attention kernels run, by their names: in training, forward and backward, and in decode steps."""
+    """Which attention kernels run, by their names: in training, forward and backward, and in decode steps.
+
+    First it compares the kernels with float32, as a run does.
+    """
     ppo, shape = script(), SHAPE | dict(num_hidden_layers=1)
+    failures = ppo.kernel_failures(config_of(ppo, shape), DEVICE)
+    check("the kernels that a run tries first agree with float32", not failures, failures=failures)
     for dtype in ("bfloat16", "float32"):
         actor, _ = random_actor(ppo, shape, dtype, "off")
         experience = some_samples(200 if TINY else 4096)[0]
