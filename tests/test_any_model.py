@@ -208,7 +208,7 @@ def test_all_learned_positions_can_be_used(patched, tmp_path, name):
         expected = torch.where(torch.tensor(episode.mask)[1:], logprobs, 0.0)
         torch.testing.assert_close(torch.tensor(episode.logprobs)[1:], expected, rtol=0, atol=1e-4)
     args.max_new_tokens += 1
-    with pytest.raises(patched.UserError, match="33 tokens in sum, but .* takes at most 32"):
+    with pytest.raises(patched.UserError, match=r"33 tokens in sum, but .* takes at most 32"):
         patched.load_model(str(folder), "lm", args)
 
 
