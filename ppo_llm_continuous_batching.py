@@ -2270,6 +2270,7 @@ def checked_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
     """Reset an environment. Returns the prompt as messages, and info."""
     with attempt(f"reset the environment with seed {seed}", CodeError):
         result = env.reset(seed=seed)
+        torch.set_default_dtype(torch.float32)  # User code may have set another one.
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"reset must return a tuple (prompt, info), not {result!r:.80}")
         prompt, info = result
@@ -2279,6 +2280,7 @@ def checked_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
 def checked_step(env: gym.Env, response: str) -> tuple[list[dict], float | None, str, dict]:
     """Step an environment. Returns messages, reward, "terminated", "truncated" or "", and info."""
     result = env.step(response)
+    torch.set_default_dtype(torch.float32)  # User code may have set another one.
     if not isinstance(result, tuple) or len(result) != 5:
         raise TypeError(
             "step must return a tuple (message, reward, terminated, truncated, info), "

@@ -29,9 +29,11 @@ from test_checkpoints import iterations, newest
 from test_distributed import finish, flags_of, start
 from test_model import CHATML, WEIGHTS, character_tokenizer, edit, random_model, write_tokenizer
 from test_rollout import make_model
-from test_train import SMALL, on_call, record, without_clock
+from test_train import SMALL, assert_same_metrics, on_call, record, without_clock
 from test_transformers import VOCABULARY, hf_folder, load_theirs
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import ppo_llm_continuous_batching as continuous
 
 pytestmark = pytest.mark.shared
 
@@ -206,24 +208,51 @@ def test_a_run_on_another_thread_leaves_the_handlers_of_signals_alone(ppo, tmp_p
 
 
 class Doubles(TextEnv):
-    """Makes float64 the default, as an import may do."""
+    """Makes float64 the default in `where` it is called, as an import or a computation may do."""
 
-    def __init__(self):
-        torch.set_default_dtype(torch.float64)
+    def __init__(self, where="constructor"):
+        self.where = where
+        self.called("constructor")
+
+    def called(self, where):
+        if where == self.where:
+            torch.set_default_dtype(torch.float64)
+
+    def reset(self, **kwargs):
+        self.called("reset")
+        return super().reset(**kwargs)
+
+    def turn(self, response):
+        self.called("step")
+        return super().turn(response)
 
 
 gym.register("Doubles-v0", entry_point=Doubles)
 
 
 def test_another_default_dtype_changes_nothing(ppo, tmp_path):
-    runs = [record(ppo, tmp_path / name, env_id=f"{name}-v0") for name in ("environments:Plain", "test_field:Doubles")]
+    runs = [record(ppo, tmp_path / "plain", env_id="environments:Plain-v0", sft_steps=1)]
+    for where in "constructor", "reset", "step":
+        flags = dict(env_id="test_field:Doubles-v0", env_kwargs=json.dumps({"where": where}), sft_steps=1)
+        runs.append(record(ppo, tmp_path / where, **flags))
     torch.set_default_dtype(torch.float64)
     try:
-        runs.append(record(ppo, tmp_path / "of the caller"))
+        runs.append(record(ppo, tmp_path / "of the caller", sft_steps=1))
     finally:
         torch.set_default_dtype(torch.float32)
     first, *others = (without_clock(run.rows) for run in runs)
-    assert others == 2 * [first]
+    assert others == 4 * [first]
+
+
+def test_another_default_dtype_while_rows_decode_changes_nothing(tmp_path):
+    """In the second script rewards are computed at the same time."""
+    runs = []
+    for name, dtype in ("single", torch.float32), ("double", torch.float64):
+        decode, prefill = continuous.Slots.decode, continuous.Slots.prefill
+        before = lambda method, dtype=dtype: lambda *args: torch.set_default_dtype(dtype) or method(*args)
+        with mock.patch.multiple(continuous.Slots, decode=before(decode), prefill=before(prefill)):
+            runs.append(record(continuous, tmp_path / name, recompute_old_logprobs=False))
+    assert_same_metrics(runs[0].rows, runs[1].rows)
 
 
 # --- Environments
