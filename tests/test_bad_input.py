@@ -80,7 +80,8 @@ def test_flags_that_contradict_each_other_or_the_disk(ppo, tmp_path, flags, part
 def test_main_prints_one_line_and_before_it_the_traceback_if_there_is_code_of_the_user_in_it(
         ppo, tmp_path, monkeypatch, capsys, flags, part, has_traceback):  # fmt: skip
     (tmp_path / "imports_what_is_not_there.py").write_text("import not_there")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)  # where modules of the user may be
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", [ppo.__file__, *flags_of(log_dir=tmp_path, **flags)])
     with mock.patch.object(ppo, "SummaryWriter"), pytest.raises(SystemExit) as end:
         main(ppo)
