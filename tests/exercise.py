@@ -409,17 +409,16 @@ def serve(sender, dump: str, name: str, path: str, limit: float):
         send("all")
 
 
-def how_it_ended(code: int, dump: str, path: str, limit: float) -> list[str]:
+def how_it_ended(code: int, dump: str, path: str, source: list[str], limit: float) -> list[str]:
     """Why a process has ended before all its rules, in lines."""
     lines = [f"{path} ends the process that checks it, with exit code {code}."]
     if "Timeout" in dump:
         lines = [f"{path} has no result after {limit:g} seconds. Is this a loop without an end?"]
     elif code < 0:
         lines = [f"{path} ends the process that checks it, by {signal.Signals(-code).name}."]
-    text = read_source(path).splitlines()
     file = path.encode("ascii", "backslashreplace").decode()  # as in the dump
-    frames = re.findall(rf'File "{re.escape(file)}", line (\d+) in (.+)', dump)
-    return lines + shown_calls([(int(n), function, text[int(n) - 1].strip()) for n, function in reversed(frames)])
+    frames = reversed(re.findall(rf'File "{re.escape(file)}", line (\d+) in (.+)', dump))
+    return lines + shown_calls([(int(n), name, "".join(source[int(n) - 1 : int(n)]).strip()) for n, name in frames])
 
 
 def try_in_process(name: str, path: str, limit: float | None = None) -> Iterator[Result]:
@@ -427,7 +426,9 @@ def try_in_process(name: str, path: str, limit: float | None = None) -> Iterator
 
     Raises Unloadable. Where the process ends, the rule that it tried is ENDED, and those after it are not tried.
     """
-    limit = limit or TIME_LIMIT
+    limit, source = limit or TIME_LIMIT, []
+    with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # The process says so.
+        source = read_source(path).splitlines()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)  # A second process starts quickly.
     receiver, sender = context.Pipe(duplex=False)
@@ -453,7 +454,7 @@ def try_in_process(name: str, path: str, limit: float | None = None) -> Iterator
                     raise EOFError
         except EOFError:
             process.join()
-            lines = how_it_ended(process.exitcode, dump.read(), path, limit)
+            lines = how_it_ended(process.exitcode, dump.read(), path, source, limit)
             if not words:
                 raise Unloadable("\n".join(lines)) from None
             yield Result(words, lines, ENDED, of)
