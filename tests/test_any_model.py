@@ -144,6 +144,16 @@ def test_what_is_not_computed_is_refused_by_name_before_weights_are_loaded(patch
         patched.load_model(str(tmp_path), "lm", args)
 
 
+def test_a_version_of_transformers_that_requirements_txt_excludes_is_named(patched, tmp_path, monkeypatch):
+    lowest = re.search(r"^transformers>=([\d.]+),", (ROOT / "requirements.txt").read_text(), re.M)[1]
+    family_config("qwen3").save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers.utils, "__version__", lowest)
+    patched.load_config(str(tmp_path))
+    monkeypatch.setattr(transformers.utils, "__version__", "5.3.0")
+    with pytest.raises(patched.UserError, match=f"a minimum version of {lowest}, but the version found is 5.3"):
+        patched.load_config(str(tmp_path))
+
+
 def tokenizer_folder(ppo, folder):
     ppo.HFTokenizer.from_texts(["0123456789=abcdefwx"]).hf.save_pretrained(folder)
     return folder
@@ -208,7 +218,7 @@ def test_all_learned_positions_can_be_used(patched, tmp_path, name):
         expected = torch.where(torch.tensor(episode.mask)[1:], logprobs, 0.0)
         torch.testing.assert_close(torch.tensor(episode.logprobs)[1:], expected, rtol=0, atol=1e-4)
     args.max_new_tokens += 1
-    with pytest.raises(patched.UserError, match="33 tokens in sum, but .* takes at most 32"):
+    with pytest.raises(patched.UserError, match=r"33 tokens in sum, but .* takes at most 32"):
         patched.load_model(str(folder), "lm", args)
 
 
