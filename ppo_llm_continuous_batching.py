@@ -1861,7 +1861,10 @@ def load_config(folder: str) -> PretrainedConfig:
     with attempt(f"use {folder}/config.json"):
         for path in Path(folder).glob("*.json"):
             check_file(path)
-        return check_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+        # Code that comes with a model is not run. By default transformers would ask on the terminal.
+        return check_config(
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
 
 
 def load_hf_checkpoint(path, head="lm") -> tuple[Transformer, PretrainedConfig]:
@@ -2252,12 +2255,14 @@ def as_messages(text) -> list[dict]:
     The result has copies of messages, because an environment may change its own later.
     """
     if isinstance(text, str):
-        return [{"role": "user", "content": text}]
+        text = [{"role": "user", "content": text}]
     if not isinstance(text, list | tuple):
         raise TypeError(f"neither text nor a list of messages: {text!r:.80}")
     for message in text:
-        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
-            raise TypeError(f"{message!r:.80}: role and content must be text")
+        for part in (message["role"], message["content"]):
+            if not isinstance(part, str):
+                raise TypeError(f"{message!r:.80}: role and content must be text")
+            part.encode()  # This raises an error if half of a surrogate pair is in it.
     if not text or text[-1]["role"] == "assistant":
         raise ValueError(
             "there must be a message, and the last one must not be the assistant's, because the "
@@ -2274,6 +2279,7 @@ def checked_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"reset must return a tuple (prompt, info), not {result!r:.80}")
         prompt, info = result
+        f"{info.get('demonstration', '')}".encode()  # as in as_messages
         return as_messages(prompt), info
 
 
@@ -2762,7 +2768,8 @@ def attempt(task: str, kind: type[UserError] = UserError) -> Iterator[None]:
     except BaseException as error:  # A reward function may call sys.exit.
         if isinstance(error, dcp.api.CheckpointException):
             error, _ = next(iter(error.failures.values()))  # the error of one rank
-        raise kind(f"cannot {task}: {type(error).__name__}: {error!s:.300}") from error
+        text = " ".join(f"{error}".split())  # in one line
+        raise kind(f"cannot {task}: {type(error).__name__}: {text:.300}") from error
 
 
 # Rank 0 shows it, on a terminal, after a second.

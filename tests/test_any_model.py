@@ -144,6 +144,28 @@ def test_what_is_not_computed_is_refused_by_name_before_weights_are_loaded(patch
         patched.load_model(str(tmp_path), "lm", args)
 
 
+def test_a_version_of_transformers_that_requirements_txt_excludes_is_named(patched, tmp_path, monkeypatch):
+    lowest = re.search(r"^transformers>=([\d.]+),", (ROOT / "requirements.txt").read_text(), re.M)[1]
+    family_config("qwen3").save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers.utils, "__version__", lowest)
+    patched.load_config(str(tmp_path))
+    monkeypatch.setattr(transformers.utils, "__version__", "5.3.0")
+    with pytest.raises(patched.UserError, match=f"a minimum version of {lowest}, but the version found is 5.3"):
+        patched.load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind, auto", [("t5", "AutoModelForCausalLM"), ("granite", "AutoModelForSequenceClassification")])  # noqa: E501
+def test_a_model_that_only_code_of_its_own_makes_is_refused_at_once(patched, tmp_path, monkeypatch, kind, auto):
+    """The configuration is one of transformers. Of Granite it has no classifier."""
+    config = family_config("granite") if kind == "granite" else transformers.AutoConfig.for_model(kind)
+    config.auto_map = {auto: "modeling_new.NewModel"}
+    config.save_pretrained(tmp_path)
+    safetensors.torch.save_file({}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("It asks."))
+    with pytest.raises(patched.UserError, match="contains custom code which must be executed"):
+        patched.load_hf_checkpoint(tmp_path, "scalar")
+
+
 def tokenizer_folder(ppo, folder):
     ppo.HFTokenizer.from_texts(["0123456789=abcdefwx"]).hf.save_pretrained(folder)
     return folder

@@ -9,6 +9,7 @@ import math
 import re
 import signal
 import sys
+import types
 from unittest import mock
 
 import environments
@@ -314,6 +315,38 @@ def test_model_whose_config_does_not_fit(ppo, tmp_path, part, changes):
     config = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps(config))
     refuse(ppo, tmp_path, path, part, model=str(path), max_prompt_tokens=16, max_new_tokens=8)
+
+
+def test_code_that_comes_with_a_model_is_refused_at_once(ppo, tmp_path):
+    """In one line, and without a question on the terminal."""
+    auto_map = {"AutoConfig": "configuration_new.NewConfig"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "new", "auto_map": auto_map}))
+    with mock.patch("builtins.input", side_effect=AssertionError), pytest.raises(ppo.UserError) as error:
+        ppo.load_config(str(tmp_path))
+    assert "contains custom code which must be executed" in str(error.value) and "\n" not in str(error.value)
+
+
+HALF = "\ud83d"  # of a surrogate pair
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": HALF}, {"messages": [{"role": "user", "content": HALF}]}, {"messages": [{"role": HALF, "content": "a"}]},
+])  # fmt: skip
+def test_half_a_surrogate_pair_in_a_file_is_an_error_with_its_line(ppo, tmp_path, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{PROMPT}\n{json.dumps(row)}\n")
+    refuse(ppo, tmp_path, f"cannot use line 2 of {path}", "surrogates not allowed", env_id="Prompts-v0",
+           env_kwargs=json.dumps({"path": str(path), "reward": "environments:length"}))  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt, demonstration, answer", [(HALF, "", ""), ("a", HALF, ""), ("a", "", HALF)])
+def test_half_a_surrogate_pair_of_an_environment_is_an_error_with_its_seed(ppo, prompt, demonstration, answer):
+    info = {"demonstration": demonstration}
+    env = types.SimpleNamespace(reset=lambda seed: (prompt, info), step=lambda _: (answer, 0.0, False, False, {}))
+    tokenizer, episode = ppo.HFTokenizer.from_texts(["ab"]), ppo.Episode(7)
+    with pytest.raises(ppo.UserError, match=r"with seed 7: .*surrogates not allowed"):
+        ppo.play_turn(ppo.Episode.begin, episode, env, tokenizer, ppo.Args(max_prompt_tokens=9))
+        ppo.play_turn(ppo.Episode.end_turn, episode, env, 1, tokenizer, ppo.Args(max_new_tokens=9))
 
 
 JUDGE = """
