@@ -5,9 +5,9 @@
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
 #     "torch==2.13.0",
-#     "tokenizers>=0.21,<1",
-#     "transformers>=5.0,<6",
-#     "huggingface_hub>=1.0",
+#     "tokenizers>=0.22.1,<1",
+#     "transformers>=5.4,<6",
+#     "huggingface_hub>=1.5",
 #     "tensorboard>=2.21",
 #     "tyro>=1.0",
 #     "tqdm>=4.66",
