@@ -6,18 +6,22 @@ The tests of the real one are slow, and need VLLM_PYTHON: the interpreter of an 
 import contextlib
 import dataclasses
 import itertools
+import os
+import re
+import shlex
 import sys
 import threading
 import types
 
 import pytest
 import torch
+import tyro
 from conftest import ROOT
 from environments import TextEnv
 from test_distributed import finish, same_run, start, torchrun
 from test_distributed import flags_of as flags_of_command
-from test_forks import PAIRS, patched_script, run
-from test_train import without_clock
+from test_forks import PAIRS, PATCHES, patched_script, run
+from test_train import lines, without_clock
 
 import ppo_llm
 
@@ -33,7 +37,7 @@ def random_llama(folder, tied):
     torch.manual_seed(0)
     tokenizer = ppo_llm.HFTokenizer.from_texts([TEXT])
     sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-                 num_key_value_heads=1, vocab_size=tokenizer.vocab_size, max_position_embeddings=256)  # fmt: skip
+                 num_key_value_heads=1, vocab_size=tokenizer.vocab_size, max_position_embeddings=512)  # fmt: skip
     special = dict(bos_token_id=None, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
     config = ppo_llm.LlamaConfig(**sizes, **special, tie_word_embeddings=tied)
     model = ppo_llm.Transformer(ppo_llm.check_config(config))
@@ -210,6 +214,16 @@ def test_what_cannot_work_is_an_error_before_a_model_is_loaded(message, models, 
             ppo.train(ppo.Args(**flags))
 
 
+def test_the_commands_of_the_page(tmp_path):
+    page = (ROOT / "docs" / "vllm.md").read_text().replace("\\\n", " ")
+    with patched(tmp_path) as ppo:
+        commands = re.findall(r"ppo_llm\.py (-.*)", page)
+        for command in commands:
+            tyro.cli(ppo.Args, args=[word for word in shlex.split(command) if word != "..."])  # exits if it is wrong
+        assert len(commands) >= 4
+    assert {*re.findall(r"forks/(\w+)\.patch", page)} <= {*PATCHES}
+
+
 MISTAKES = {  # what is planted in the patched script: (text, what replaces it)
     "no hand-over": ("    sampler.load(actor)\n    after", "    after"),
     "the prefix cache is not reset": ("if not engine.llm.reset_prefix_cache():", "if False:"),
@@ -245,17 +259,54 @@ def test_pairs_train(other, models, tmp_path):
     assert all(row["debug/sampler_trainer_logprob_diff"] < 1e-5 for row in rows)
 
 
+REAL = os.environ.get("VLLM_PYTHON")
+needs_vllm = pytest.mark.skipif(not REAL, reason="needs VLLM_PYTHON: see benchmarks/vllm.sh")
+ENGINES = ["stand-in", pytest.param("vLLM", marks=needs_vllm)]
+
+
+def finished(engine, command, ranks=1):
+    """Run a script, on ranks of torchrun if there are several, with the stand-in or with vLLM."""
+    python = REAL if engine == "vLLM" else sys.executable
+    command = torchrun(ranks, *command) if ranks > 1 else [None, *map(str, command)]
+    with pytest.MonkeyPatch.context() as context:
+        if engine == "stand-in":
+            context.setenv("PYTHONPATH", str(ROOT / "tests" / "fake"))
+        code, output = finish(start([python, *command[1:]], ROOT), timeout=900)
+    assert code == 0, output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler_ranks", [1, 2])
-def test_two_ranks_with_an_engine_each_or_together_have_the_numbers_of_one(sampler_ranks, models, tmp_path):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_ranks_with_an_engine_each_or_together_have_the_numbers_of_one(engine, sampler_ranks, models, tmp_path):
     flags = flags_of(models[True], num_iterations=2, env_id="benchmarks.tasks:Guess-v0", actor_lr=1e-3, eval_episodes=3)
-    del flags["temperature"]
+    flags |= dict(temperature=1.0, log_dir=tmp_path, vllm_cache_gb=0.2)
     script = patched_script("vllm", tmp_path)
-    for name, ranks, more in ("one", 1, {}), ("two", 2, dict(sampler_ranks=sampler_ranks)):
-        command = script, *flags_of_command(**flags | more | dict(run_name=name, log_dir=tmp_path))
-        command = torchrun(ranks, *command) if ranks > 1 else [sys.executable, *map(str, command)]
-        with pytest.MonkeyPatch.context() as context:
-            context.setenv("PYTHONPATH", str(ROOT / "tests" / "fake"))
-            code, output = finish(start(command, ROOT), timeout=240)
-        assert code == 0, output
+    finished(engine, [script, *flags_of_command(**flags | dict(run_name="one"))])
+    two = flags | dict(run_name="two", sampler_ranks=sampler_ranks)
+    finished(engine, [script, *flags_of_command(**two)], ranks=2)
     same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.parametrize("more", [(), ("--dtype", "bfloat16"), ("--patches", "lora")])
+@pytest.mark.parametrize("tied", [True, False])
+def test_vllm(tied, more, models):
+    """Log-probs, noise, ends, turns, weights, and its prefix cache."""
+    finished("vLLM", [ROOT / "tests" / "check_vllm.py", models[tied], *more])
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_vllm_in_a_run_that_resumes(models, tmp_path):
+    flags = flags_of(models[True], env_id="environments:Plain-v0", log_dir=tmp_path, run_name="run", num_iterations=3)
+    flags |= dict(save_every=1, resume="auto", vllm_cache_gb=0.2)
+    command = [patched_script("vllm", tmp_path), *flags_of_command(**flags)]
+    finished("vLLM", command)
+    rows, exported = lines(tmp_path / "run"), (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    assert all(row["ratio/first_dev"] == 0 and row["debug/sampler_trainer_logprob_diff"] < 1e-5 for row in rows)
+    (tmp_path / "run" / "checkpoints" / "iter_000003").rename(tmp_path / "gone")
+    finished("vLLM", command)
+    assert without_clock(lines(tmp_path / "run")) == without_clock(rows)
+    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == exported
