@@ -92,14 +92,15 @@ def check(folder, work, patches=(), **flags):
     engine.llm.llm_engine.step = watched_step
     sample = lambda *rest, **more: play(ppo, engine, tokenizer, *rest, **more)
     distance = lambda episodes, args=args: gap(ppo, episodes, actor, args)
-    greedy, cool = (dataclasses.replace(args, temperature=x) for x in (0.0, 0.6))
+    cool = dataclasses.replace(args, temperature=0.6)
 
     # Log-probs, and what the wrong temperature would look like.
     first = sample(PROMPTS, args)
+    least = 3 * distance(first)  # of what must not pass for rounding
     yield "distance of the log-probs", distance(first), 0, rounding
     colder = sample(PROMPTS, cool)
     yield "at temperature 0.6", distance(colder, cool), 0, rounding
-    yield "at temperature 0.6, compared with 1", distance(colder), 2 * rounding, 9
+    yield "at temperature 0.6, compared with 1", distance(colder), least, 9
 
     # Noise.
     keys = list(range(1000, 1012))
@@ -141,23 +142,19 @@ def check(folder, work, patches=(), **flags):
     respond(engine, tokenizer, copies, args)
     yield "the same second turns without the cache", same(turns, copies), 0.8, 1
 
-    # Weights. The cache has the long prompts by now.
-    answers = sample(PROMPTS, greedy)
-    sample(long, args)
+    # Weights, and a prefix cache that holds the long prompts.
     change(actor, 0.1)
-    stale = distance(sample(PROMPTS, args))
-    yield "distance after an update without a hand-over", stale, 2 * rounding, 99
+    yield "distance after an update without a hand-over", distance(sample(PROMPTS, args)), least, 99
     for i in range(2):
         started = time.monotonic()
         moved = ppo.update_sampler(actor, engine)
         print(f"hand-over in {time.monotonic() - started:.2f} s")
         yield "relative change" if i == 0 else "relative change if nothing has changed", moved, *[(0.01, 1), (0, 0)][i]
         yield "distance after the hand-over", distance(sample(PROMPTS, args)), 0, rounding
-    yield "greedy answers as before", same(answers, sample(PROMPTS, greedy)), 0, 0.9
     sample(long, args)
     change(actor, 0.3)
     engine.load(actor)
-    yield "distance with a stale prefix cache", distance(sample(long, args, reset=False)), 2 * rounding, 99
+    yield "distance with a stale prefix cache", distance(sample(long, args, reset=False)), least, 99
     yield "after its reset", distance(sample(long, args)), 0, rounding
 
 
@@ -174,9 +171,12 @@ def main():
     torch.manual_seed(0)
     wrong = []
     with tempfile.TemporaryDirectory() as work:
-        for name, x, least, most in check(folder, Path(work), tuple(patches), **flags):
-            print(f"{name:45} {x:.2g}", flush=True)
-            wrong += [name] if not least <= x <= most else []
+        try:
+            for name, x, least, most in check(folder, Path(work), tuple(patches), **flags):
+                print(f"{name:45} {x:.2g}", flush=True)
+                wrong += [name] if not least <= x <= most else []
+        except ValueError as error:
+            sys.exit(f"error: {error}")
     sys.exit(f"not as it should be: {', '.join(wrong)}" if wrong else 0)
 
 

@@ -146,12 +146,12 @@ def test_engine(patches, tied, flags, models, tmp_path):
 class Turns(TextEnv):
     """Seed i ends after i turns. All others wait in their first turn until seed 4 has ended."""
 
-    def __init__(self):
-        self.waited = True
+    def __init__(self, patience):
+        self.patience, self.waited = patience, True
 
     def turn(self, response):
         if self.seed != 4 and len(self.seen) == 1:
-            self.waited = ENDED.wait(1)
+            self.waited = ENDED.wait(self.patience)
         if self.seed == 4 and len(self.seen) == 4:
             ENDED.set()
         return "c", 0.5, len(self.seen) == self.seed, False, {}
@@ -160,12 +160,12 @@ class Turns(TextEnv):
 ENDED = threading.Event()
 
 
-def check_turns(ppo, model):
+def check_turns(ppo, model, patience=60):
     """A turn waits for the environment of no other episode."""
     args, engine, tokenizer, _ = start_engine(ppo, **flags_of(model, max_new_tokens=100))
     tokenizer.stop_ids = tokenizer.encode(STOPS)
     ENDED.clear()
-    envs = [Turns() for _ in range(4)]
+    envs = [Turns(patience) for _ in range(4)]
     episodes = ppo.rollout(engine, tokenizer, envs, range(1, 5), 0, args)
     assert [len(e.response_starts) for e in episodes] == [1, 2, 3, 4]
     assert all(env.waited for env in envs)
@@ -228,7 +228,7 @@ MISTAKES = {  # what is planted in the patched script: (text, what replaces it)
     "no hand-over": ("    sampler.load(actor)\n    after", "    after"),
     "the prefix cache is not reset": ("if not engine.llm.reset_prefix_cache():", "if False:"),
     "raw log-probs": ('logprobs_mode="processed_logprobs",', ""),
-    "a tied head is stale": ("            head.quant_method.process_weights_after_loading(head)", "            pass"),
+    "a tied head is stale": ("                method.process_weights_after_loading(layer)", "                pass"),
     "seeds without the turn": ('f"{episode.noise_key} {len(episode.ids)}"', 'f"{episode.noise_key}"'),
     "seeds without the sample": ('f"{episode.noise_key} {len(episode.ids)}"', 'f"{len(episode.ids)}"'),
     "the model's stop ids as well": ("ignore_eos=True,", ""),
@@ -247,7 +247,7 @@ def test_a_mistake_is_found(name, models, tmp_path):
     with patched(tmp_path, "lora,vllm" if lora else "vllm", *MISTAKES[name]) as ppo:
         with pytest.raises(AssertionError):
             check_engine(ppo, models[True], **({"lora_rank": 4} if lora else {}))
-            check_turns(ppo, models[True])
+            check_turns(ppo, models[True], patience=1)
 
 
 @pytest.mark.slow

@@ -31,6 +31,9 @@ class Model:
         self.lm_head.quant_method = self
         self.process_weights_after_loading(self.lm_head)
 
+    def modules(self):
+        return self.transformer.modules()
+
     def process_weights_after_loading(self, head):
         self.packed = head.weight.clone()
 
