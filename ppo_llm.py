@@ -5,9 +5,9 @@
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
 #     "torch==2.13.0",
-#     "tokenizers>=0.21,<1",
-#     "transformers>=5.0,<6",
-#     "huggingface_hub>=1.0",
+#     "tokenizers>=0.22.1,<1",
+#     "transformers>=5.4,<6",
+#     "huggingface_hub>=1.5",
 #     "tensorboard>=2.21",
 #     "tyro>=1.0",
 #     "tqdm>=4.66",
@@ -84,6 +84,7 @@ import bisect
 import contextlib
 import copy
 import dataclasses
+import datetime
 import fcntl
 import functools
 import hashlib
@@ -441,7 +442,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
     # The sampler is copied after load_checkpoint, which changes the actor.
     sampler = copy_model(actor, args, sampler=True)
     plan = plan_steps(args)
-    run = Run(args, state)
+    run = Run(args, state, checkpoint_path, stop.restore)
     stop.catch()
     print_plan(args, plan, envs, eval_envs)
     decoder = Decoder(sampler, decoder_rows(args), tokenizer.stop_ids, args)
@@ -669,7 +670,7 @@ class Experience:
         return Microbatch(packing=packing, rows=upload(rows, device), **fields)
 
     def microbatches(self, rows: Tensor, args) -> Iterator[Microbatch]:
-        """This rank's share of the samples `rows` [n], in microbatches."""
+        """This rank's share of the samples `rows` [k], in microbatches."""
         for share in microbatch_rows(rows, self.lengths, args.micro_batch_tokens):
             yield self.microbatch(share, args.device)
 
@@ -753,6 +754,7 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     experience.rewards[last] += torch.tensor([episode.score for episode in episodes])
     was_cut = torch.tensor([episode.stop == "length" for episode in episodes])
     experience.rewards[last] -= args.truncation_penalty * was_cut
+    # FORK: KL penalty. Its coefficient may be a tensor [N, T], say a function of mask.cumsum(1).
     kl_penalty = 0.0
     if args.kl_coef and not args.kl_loss:
         kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, "k1")
@@ -1005,7 +1007,8 @@ def rollout_share(decoder, tokenizer, envs, seeds, sample_ids, iteration, args) 
 
 
 # longrope is left out: its frequencies depend on the length of the whole text. The frequencies of
-# "dynamic" are fixed up to max_position_embeddings, which load_model does not let a sample exceed.
+# "dynamic" are fixed up to max_position_embeddings. `load_model` (section 10) keeps samples within
+# it. A reward model encodes conversations anew, and that length is not checked.
 ROPE_TYPES = "default", "linear", "dynamic", "yarn", "llama3"
 
 
@@ -1028,7 +1031,7 @@ def check_config(config: PretrainedConfig) -> PretrainedConfig:
         raise ValueError(f"sliding_window {config.sliding_window}: attention must have no window")
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
-    rope_frequencies(config)  # This raises an error if a number of the configuration is text.
+    rope_frequencies(config)  # This raises an error if rope_theta is text.
     return config
 
 
@@ -1044,9 +1047,9 @@ def rope_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + D / 2) of x [..., H, D]; cos, sin [..., 1, D].
 
-    Transformers writes x * cos + rotate_half(x) * sin, where rotate_half swaps the halves of x and
-    negates the first. Here `hidden_states` has negated the first half of sin instead, once for all
-    layers.
+    For the halves x1, x2 of x and the plain sin, the result is x1 * cos - x2 * sin, then
+    x2 * cos + x1 * sin. Transformers negates x2, in rotate_half. Here `hidden_states` has negated
+    the first half of sin instead, once for all layers.
     """
     swapped = x.float().roll(x.shape[-1] // 2, dims=-1)  # second half, first half
     return (x.float() * cos + swapped * sin).to(x.dtype)
@@ -1092,8 +1095,9 @@ class Packing:
 
     def unpack_sampled(self, x: Tensor) -> Tensor:
         """[m] -> [B, T]"""
-        # clone: FSDP puts a hook on the result, to gather the weights before the backward pass. If
-        # the result were a view, an operation of the caller in place would drop the hook.
+        # Under FSDP (`shard`, section 10) a hook on the result gathers the weights before the
+        # backward pass. `unflatten` returns a view, and if a caller changed a view in place, the
+        # hook would be lost. A clone keeps it.
         return self.unpack(x, self.flat_index[self.sampled]).clone()
 
 
@@ -1129,8 +1133,8 @@ class Context:
     packing: Packing | None = None
     cache: KVCache | None = None
     n_visible: int | None = None
-    # The attention mask, bool [B * Hkv, 1, G * T, n_visible], says what is seen of the cache.
-    # If it is None, `attend_to_lengths` computes the attention.
+    # The attention mask, bool [B * Hkv, 1, G * T, n_visible], says what is seen of the cache. With
+    # a cache and no mask, `attend_to_lengths` computes the attention.
     mask: Tensor | None = None
 
 
@@ -1192,7 +1196,9 @@ def attend_to_lengths(q, k, v, context: Context) -> Tensor:
     lengths = torch.where(context.positions < context.n_visible, context.positions + 1, 1)  # [B, 1]
     lengths = lengths.int().expand(B, Hkv).flatten()
     # A sequence of the kernel is a key head of a row, with its G queries. They are of one token, so
-    # nothing is causal among them. cu_seqlens say where each sequence starts.
+    # nothing is causal among them. cu_seqlens say where each sequence starts. With B = 2, Hkv = 1,
+    # G = 2 and size 256 they are [0 2 4] and [0 256 512]. If row 0 is at position 3 and row 1 has
+    # finished, lengths are [4 1] for n_visible = 128.
     q, k, v = (x.reshape(-1, 1, D) for x in (q, k, v))  # k, v [B * Hkv * size, 1, D]
     sequences = context.cache.sequences  # 0, 1, ..., B * Hkv
     cu_seqlens_q, cu_seqlens_k = sequences * G, sequences * context.cache.size
@@ -1314,8 +1320,8 @@ class Transformer(nn.Module):
     def prefill(self, tokens, positions, cache: KVCache, n_visible: int) -> Tensor:
         """Write keys and values of tokens [B, T] into the cache, at `positions` [B, T].
 
-        A token sees the positions up to its own, at most the first `n_visible`. Returns the hidden
-        states of the tokens [B, T, hidden].
+        `next_logits` calls it as well, with one token per row. A token sees the positions up to its
+        own, at most the first `n_visible`. Returns the hidden states of the tokens [B, T, hidden].
         """
         mask = None  # With one token per row and a varlen kernel, `attend_to_lengths` needs none.
         weight, D = self.model.norm.weight, self.config.head_dim
@@ -1408,8 +1414,9 @@ class Decoder:
                  row 1    a b . . . . - . ... .
 
     In row 0 the step runs d. It writes the keys and values of d at 3, reads 0 to 3, and writes the
-    token that it samples at 4. In row 1 it runs what stands at 6, and writes keys, values and a
-    token at 6. That token is never used: the length of row 1 does not grow, and no text reads 6.
+    token that it samples at 4. In row 1 it runs what stands at 6, reads 0 to 6, and writes keys,
+    values and a token at 6. That token is never used: the length of row 1 does not grow, and no
+    text reads 6.
     """
 
     def __init__(self, sampler: Transformer, B: int, stop_ids: list[int], args):
@@ -1486,7 +1493,7 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     if a.is_cuda and KERNELS["float32 product"]:
         return torch.mm(a, b, out_dtype=torch.float32)  # without a float32 copy of b
-    # CPUs have no such product. Small parts of b, copied to float32, stay in the processor's cache.
+    # CPUs have no such product. Copies of small parts of b stay in the processor's cache.
     return torch.cat([a.float() @ part.float() for part in b.split(4096, dim=1)], dim=1)
 
 
@@ -1521,7 +1528,8 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
     Logits are computed in chunks, and again in the backward pass, because all of them would need
     more memory than the model.
     """
-    # `logits` is the number of logits in a chunk, `chunk_size` its number of tokens.
+    # `logits` is the number of logits in a chunk: 16 MB on a CPU, 512 MB on a GPU, and 256 MB there
+    # without compile. `chunk_size` is its number of tokens.
     logits = 2**22 if not hidden.is_cuda else 2**27 if compile == "on" else 2**26
     chunk_size = max(1, logits // len(weight))
     if len(hidden) % chunk_size == 1:  # A last chunk of one token would be compiled separately.
@@ -1532,9 +1540,10 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, compile="off"):
 class ChunkedLogprobs(torch.autograd.Function):
     """Log-probs and entropies, chunk by chunk, and their gradients.
 
-    The gradients of the weight add up in one tensor in float32. Autograd would add them in
-    bfloat16. On a CPU, which has no product of bfloat16 matrices in float32, all of this is
-    computed from copies in float32.
+    The gradients of the weight add up in one tensor in float32. Autograd rounds the sum once, to
+    the dtype of the weight. Left to autograd, the sum would be rounded after every chunk. On a CPU,
+    which has no product of bfloat16 matrices in float32, all of this is computed from copies in
+    float32, made once for all chunks.
     """
 
     @staticmethod
@@ -1624,7 +1633,7 @@ def write_json(path: Path, content: dict):
 
 
 # Some templates write the date. A resumed run must have the same prompts, so it is always this one.
-FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+FIXED_DATE = datetime.datetime(2024, 7, 26)
 
 
 class HFTokenizer:
@@ -1685,20 +1694,22 @@ class HFTokenizer:
         if not self.hf.chat_template:
             return "".join(message["content"] for message in messages)
         with attempt(f"render with {self.template_kwargs} the chat template of {self.folder}"):
+            kwargs = json.loads(self.template_kwargs)
             return self.hf.apply_chat_template(
                 messages,
-                chat_template=FIXED_DATE + self.hf.get_chat_template(),
+                chat_template=self.hf.get_chat_template(tools=kwargs.get("tools")),
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                **json.loads(self.template_kwargs),
+                strftime_now=FIXED_DATE.strftime,  # A variable of this name hides the function.
+                **kwargs,
             )
 
     def encode(self, text: str, context: str = "", add_special_tokens: bool = False) -> list[int]:
         """The ids of `text` where it follows `context`.
 
         Alone it may have other ids, since some tokenizers put a space before a text. If a token
-        spans the boundary, `text` is encoded as it is after a newline. If a token spans that
-        boundary as well, `text` is encoded alone.
+        spans the boundary, as "=1" does between "2=" and "1", `text` is encoded as it is after a
+        newline. If a token spans that boundary as well, `text` is encoded alone.
         """
         encode = functools.partial(self.backend.encode, add_special_tokens=add_special_tokens)
         for before in (context, "\n", ""):
@@ -1737,6 +1748,8 @@ class HFTokenizer:
                 raise UserError(f"the chat template of {self.folder} leaves out earlier turns")
         else:
             whole = tail = stop_token + self.render(messages)
+        # In ChatML `tail` is "<|im_end|>", a line break, "<|im_start|>user" and so on. After a
+        # sampled <|im_end|>, what is encoded begins with the line break.
         if stop_token and tail.lstrip().startswith(stop_token):
             tail = tail.lstrip().removeprefix(stop_token)
         return self.encode(tail, context=whole.removesuffix(tail))
@@ -1785,7 +1798,10 @@ def load_config(folder: str) -> PretrainedConfig:
     with attempt(f"use {folder}/config.json"):
         for path in Path(folder).glob("*.json"):
             check_file(path)
-        return check_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+        # Code that comes with a model is not run. By default transformers would ask on the terminal.
+        return check_config(
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
 
 
 def load_hf_checkpoint(path, head="lm") -> tuple[Transformer, PretrainedConfig]:
@@ -1851,7 +1867,7 @@ def load_weights(model: Transformer, folder: str, needs_head: bool = True):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors that make up a model. As in transformers, other files are ignored."""
+    """The safetensors of a model: model.safetensors, or those in its index, or all of a folder."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -1935,7 +1951,9 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 #     step(response) -> (text, reward, terminated, truncated, info)
 #
 # A prompt is text, which becomes a user message, or a list of messages with role and content. So is
-# `text`, the next prompt if the episode goes on. A sample whose reward is None is not trained on.
+# `text`, the next prompt if the episode goes on. `response` has no special tokens and no stop
+# tokens. step also gets a response that was cut off. The episode then ends, whatever step returns.
+# A reward of None ends the episode, and none of its tokens are trained on.
 #
 # The same seed must always give the same prompt. Evaluations use the seeds from 0 on. Training uses
 # consecutive seeds from a random one on, which is at least FIRST_TRAINING_SEED. An environment that
@@ -2098,12 +2116,17 @@ def parse_number(text: str) -> float | None:
     text = re.sub(r"\\[,;: ]|~", " ", text.replace("{,}", ",").replace("\N{MINUS SIGN}", "-"))
     # Remove \!, dollar signs, the backslash of \% and the exponent of a unit, as in m^2.
     text = re.sub(r"\\!|\\?\$|\\(?=%)|(?<=[a-z])\^(?:[23]|\{[23]\})", "", text)
-    # `++` and `(?>...)` match once. Otherwise a thousand digits would be tried in many ways.
+    # `++` and `(?>...)` never give back what they matched. Otherwise a thousand digits would be
+    # tried in many ways. A number may have a minus, separators of thousands, and decimals.
     number = r"(?>-?\s*(?:\d{1,3}(?:[,\s]\d{3})+|\d*)(?:\.\d+)?)(?<=\d)"
+    # Words that change the number, such as "million", are no unit. Other words are one, as long as
+    # no digit and no backslash follows them.
     factor = r"[knxyM]\b|.*(?:half|dozen|hundred|thousand|illion)"
     unit = rf"[\s%]*+(?!{factor})[A-Za-z(][^\d\\]*"
+    # A box with braces inside, or one that is not closed, gives "", which is no number.
     boxes = re.findall(r"\\boxed\{(?!\})(?:([^{}]*+)\})?", text)
     parts = boxes[-1:] or re.findall(r"####\s*+([^\n#]*)", text)
+    # All of a part must be: words and "=", which may be missing, the number, punctuation or a unit.
     pattern = rf"(?:[A-Za-z ]++=\s*)?({number})(?:[\s.,*%]*|{unit})"
     found = [match[1] for part in parts if (match := re.fullmatch(pattern, part.strip()))]
     return float(re.sub(r"[,\s]", "", found[-1])) if found else None
@@ -2138,7 +2161,13 @@ def start_threads(count: int) -> ThreadPool:
     """
     count = min(count, 256)
     with attempt(f"start {count} threads for environments: see ulimit -u, or --rollout-slots"):
-        threads = ThreadPool(count, set_up_thread, (False,))
+        try:
+            threads = ThreadPool(count, set_up_thread, (False,))
+        except OSError as error:  # of a semaphore
+            raise UserError(
+                "cannot make the semaphores of a ThreadPool, which are files in /dev/shm: it must "
+                f"exist, be writable, and have space left: {type(error).__name__}: {error}"
+            ) from error
     atexit.register(threads.terminate)  # A thread that hangs does not keep the process alive.
     return threads
 
@@ -2163,12 +2192,14 @@ def as_messages(text) -> list[dict]:
     The result has copies of messages, because an environment may change its own later.
     """
     if isinstance(text, str):
-        return [{"role": "user", "content": text}]
+        text = [{"role": "user", "content": text}]
     if not isinstance(text, list | tuple):
         raise TypeError(f"neither text nor a list of messages: {text!r:.80}")
     for message in text:
-        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
-            raise TypeError(f"{message!r:.80}: role and content must be text")
+        for part in (message["role"], message["content"]):
+            if not isinstance(part, str):
+                raise TypeError(f"{message!r:.80}: role and content must be text")
+            part.encode()  # This raises an error if half of a surrogate pair is in it.
     if not text or text[-1]["role"] == "assistant":
         raise ValueError(
             "there must be a message, and the last one must not be the assistant's, because the "
@@ -2181,15 +2212,18 @@ def checked_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
     """Reset an environment. Returns the prompt as messages, and info."""
     with attempt(f"reset the environment with seed {seed}", CodeError):
         result = env.reset(seed=seed)
+        torch.set_default_dtype(torch.float32)  # User code may have set another one.
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"reset must return a tuple (prompt, info), not {result!r:.80}")
         prompt, info = result
+        f"{info.get('demonstration', '')}".encode()  # as in as_messages
         return as_messages(prompt), info
 
 
 def checked_step(env: gym.Env, response: str) -> tuple[list[dict], float | None, str, dict]:
     """Step an environment. Returns messages, reward, "terminated", "truncated" or "", and info."""
     result = env.step(response)
+    torch.set_default_dtype(torch.float32)  # User code may have set another one.
     if not isinstance(result, tuple) or len(result) != 5:
         raise TypeError(
             "step must return a tuple (message, reward, terminated, truncated, info), "
@@ -2486,8 +2520,9 @@ def diagnose_ratio(
     measured = steps or [early_stop or {"ratio_dev": 0.0}]  # statistics of minibatches
     first_dev = measured[0]["ratio_dev"]  # mean |ratio - 1| of the first minibatch
     n_first = len(minibatch_rows(experience, 0, state, args))  # minibatches of the first epoch
-    # Only the first epoch is judged, because later epochs round differently. If the first epoch is
-    # one minibatch, its ratio is 1 in any case, so all epochs are judged.
+    # Later epochs round differently, so only the first one is judged. If it is one minibatch, its
+    # ratio is 1 in any case, and all epochs are judged. In bfloat16 rounding then counts as a move,
+    # and a ratio that stays at 1 may go unnoticed.
     judged = measured[:n_first] if n_first > 1 else measured
     taken = [step for step in steps if not step["skipped"]]
     lr = steps[-1]["lr"] if steps else 0.0
@@ -2495,9 +2530,10 @@ def diagnose_ratio(
     bf16 = args.dtype == "bfloat16"
     tolerance = sampler_tolerance(args)
     gap = sampler_gap(experience)
-    # This is the mean |ratio - 1| that rounding explains: with first_dev 0 and a gap of 2e-6, it is
-    # 2e-6 in float32. In bfloat16 it is 1e-7, because the gap is so large that it would hide a real
-    # move. Twice as much counts as a move, and so does NaN, which is not <= any number.
+    # `rounding` is the mean |ratio - 1| that rounding explains: at least first_dev, and at least
+    # 1e-7. In float32 it is also at least the gap, up to the tolerance. In bfloat16 the gap is so
+    # large that it would hide a real move. A deviation above 2 * rounding is a move, and so is NaN.
+    # In float32, first_dev 0 and a gap of 2e-6 give a rounding of 2e-6, so 5e-6 is a move.
     rounding = max(first_dev, 1e-7, 0.0 if bf16 else min(gap, tolerance))
     moved = not all(step["ratio_dev"] <= 2 * rounding for step in judged)
     # The first cause that holds is reported. These come before the question whether the ratio has
@@ -2543,9 +2579,11 @@ def check_iteration(
 ):  # fmt: skip
     """Raise UserError if an iteration shows that a change of the code is wrong.
 
-    When PPO begins, the first ratio is 1, the first KL is 0, and the first values of the critic are
-    the old ones, because each pair is computed by the same weights in the same microbatches. Later
-    in a run, find_mistakes warns of such a ratio or value, so that a long run goes on.
+    In every iteration all episodes have ended, no more steps were made than the plan has, and a
+    loss has no more tokens than denom. When PPO begins, the first ratio is 1, the first KL is 0,
+    and the first values of the critic are the old ones, because each pair is computed by the same
+    weights in the same microbatches. Later in a run, find_mistakes warns of such a ratio or value,
+    so that a long run goes on.
     """
     if not all(episode.stop for episode in episodes):
         raise UserError("an episode has not ended: its `stop` is empty")
@@ -2559,7 +2597,7 @@ def check_iteration(
             raise UserError(
                 f"the {model}'s loss: denom must be the number of tokens of the whole minibatch"
             )
-    # All steps that the actor has ever made are those of this iteration.
+    # All steps that the actor has ever made are those of this iteration, or there were none yet.
     is_first = state.actor_steps == len(actor_step_stats)
     mismatch = metrics["ratio/diagnosis"] == "forward_mismatch"
     if is_first and same_microbatches and mismatch:
@@ -2605,7 +2643,7 @@ def update_sampler(actor: Transformer, sampler: Transformer) -> float:
 
 
 def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
-    """Warnings, to be printed once in a run."""
+    """Warnings. The caller prints each text once in a run."""
     cause = metrics["ratio/diagnosis"]
     if cause:
         yield f"  ratio: {cause}: {ADVICE[cause]}"
@@ -2617,7 +2655,7 @@ def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
         share = metrics.get(f"{model}/token_share", 1)
         if share < 0.999:
             yield (
-                f"  {model}: the mask of its loss has {share:.0%} of the tokens that denom counts. "
+                f"  {model}: its loss has fewer tokens than denom ({model}/token_share). "
                 f"The gradient and {model}/* are means over all of these tokens. To leave tokens "
                 "out, replace the mask of the samples that `minibatches` gets"
             )
@@ -2646,6 +2684,16 @@ class UserError(ValueError):
 class CodeError(UserError):
     """An error in the user's code, such as a reward function. Its traceback is printed as well."""
 
+    def has_traceback(self) -> bool:
+        """Whether there is code of the user in it, not only this script, gymnasium and Python."""
+        known = {__name__, "gymnasium", *sys.stdlib_module_names}
+        error, modules = self.__cause__, set()
+        while error:
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                modules.add(frame.f_globals.get("__name__", "").partition(".")[0])
+            error = error.__cause__ or error.__context__
+        return bool(modules - known)
+
 
 @contextlib.contextmanager
 def attempt(task: str, kind: type[UserError] = UserError) -> Iterator[None]:
@@ -2657,7 +2705,8 @@ def attempt(task: str, kind: type[UserError] = UserError) -> Iterator[None]:
     except BaseException as error:  # A reward function may call sys.exit.
         if isinstance(error, dcp.api.CheckpointException):
             error, _ = next(iter(error.failures.values()))  # the error of one rank
-        raise kind(f"cannot {task}: {type(error).__name__}: {error!s:.300}") from error
+        text = " ".join(f"{error}".split())  # in one line
+        raise kind(f"cannot {task}: {type(error).__name__}: {text:.300}") from error
 
 
 # Rank 0 shows it, on a terminal, after a second.
@@ -2666,15 +2715,17 @@ progress_bar = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 
 
 def print0(text: str):
     if RANK == 0:
-        with contextlib.suppress(OSError, ValueError):  # stdout may be closed, or not UTF-8.
-            print(text, flush=True)
+        # Where stdout is not UTF-8, letters that it lacks are written as \xe9.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        with contextlib.suppress(OSError, ValueError):  # stdout may be closed.
+            print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def fill_in_defaults(args: Args) -> Args:
     """Check the flags, and return a copy in which defaults that depend on others are filled in.
 
-    This joins the ranks, because only one rank of a machine downloads models of the Hub. The models
-    are needed here, because the default of --critic-lr depends on the size of the critic.
+    This joins the ranks first, because the default of --dtype depends on the GPU of this rank. The
+    models are located here, because the default of --critic-lr depends on the size of the critic.
     """
     args = dataclasses.replace(args)
     for name, defaults in DEFAULTS_BY_MODEL.items():
@@ -2806,13 +2857,24 @@ def connect(args):
         raise UserError(
             "only one of the variables RANK and WORLD_SIZE is set: use torchrun, or unset that one"
         )
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ and tasks not in ("", "1"):
+        raise UserError(
+            f"SLURM_NTASKS is {tasks}, but RANK is not set: the {tasks} tasks would be runs of their "
+            "own. Let srun start torchrun, in one task per node, as docs/slurm.md shows. For a "
+            "single process, unset SLURM_NTASKS"
+        )
     if use_cuda:
         with attempt("use --device cuda"):
             torch.cuda.set_device(LOCAL_RANK)
     if not dist.is_initialized():
         # Without torchrun this process is the only rank. HashStore needs no network.
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", **alone)
+        with attempt(
+            "join the ranks (use torchrun, with --standalone if the port is in use; for a single "
+            "process, unset RANK and WORLD_SIZE)"
+        ):
+            dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", **alone)
 
 
 def configure_torch(args):
@@ -2821,6 +2883,13 @@ def configure_torch(args):
     if args.device == "cpu" and not args.model:
         torch.set_num_threads(1)  # The default model is too small for more.
     if args.compile == "on":
+        variable, *names = ("CC", "gcc", "clang") if args.device == "cuda" else ("CXX", "g++")
+        names = os.environ[variable].split()[:1] if variable in os.environ else names
+        if not any(map(shutil.which, names)):
+            raise UserError(
+                f"--compile on: torch.compile needs the compiler {' or '.join(names)}, which is not "
+                "installed: install it, or use --compile off"
+            )
         # The limit is the number of graphs of a function, and all layers and models share theirs.
         torch._dynamo.config.recompile_limit = 64
         # Keep one kernel for the backward pass of the norms. By default it depends on the number of
@@ -2942,7 +3011,7 @@ def padded(rows) -> Tensor:
 
 
 def microbatch_rows(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Tensor]:
-    """Indices of this rank's microbatches of the samples `rows` [n]. All ranks have equally many.
+    """Indices of this rank's microbatches of the samples `rows` [k]. All ranks have equally many.
 
     Together the ranks have each sample once. The longest come first, so that attention pads little.
     A microbatch has at most `token_budget` tokens, and with padding at most twice as many. A longer
@@ -2957,8 +3026,8 @@ def microbatch_rows(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Te
     lengths = lengths.tolist()
     order = sorted(rows.tolist(), key=lengths.__getitem__, reverse=True)
     parts = []
-    # Of the newest microbatch of rank 0, which has the longest sample of every group: its tokens,
-    # its tokens with padding, and those of its longest sample.
+    # These count the newest microbatch of rank 0: its tokens, its tokens with padding, and those of
+    # its longest sample. Rank 0 has the longest of every group, so all ranks keep the limits.
     tokens = area = longest = 0
     for start in range(0, len(order), WORLD_SIZE):
         group = order[start : start + WORLD_SIZE]  # a sample for each rank
@@ -2982,7 +3051,8 @@ def shard(model: Transformer, args):
     # The weights of a unit are gathered before it runs and freed after it. A layer is a unit, and
     # so is the embedding, which is large. A tied embedding belongs to the root.
     embedding = [] if model.tied else [model.model.embed_tokens]
-    # The last unit, the model itself, is the root: it has what no other unit has, such as the head.
+    # The last unit, the model itself, is the root. It has what no other unit has: the last norm,
+    # the head of a language model and a tied embedding.
     for unit in (*model.model.layers, *value_head, *embedding, model):
         precision = torch.float32 if unit in value_head else getattr(torch, args.dtype)
         # Weights are cast to `precision`, gradients are reduced in float32. Inputs are not cast,
@@ -3227,24 +3297,25 @@ class TrainState:
     eval_before: dict | None = None
 
 
-SIGNALS = [signal.SIGTERM, signal.SIGINT]
-if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup sets it: SIGHUP stays ignored.
-    SIGNALS.append(signal.SIGHUP)
+# A lost terminal sends SIGHUP. Schedulers announce the end of a job by one of the last three.
+SIGNALS = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+)  # fmt: skip
 
 
-def heed_signals():
+def heed_signals(numbers: list[int]):
     """In a process that a reward function has forked: let signals end it, as they do by default."""
-    for number in SIGNALS:
+    for number in numbers:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 class StopSignals:
-    """From `catch` on, SIGTERM, SIGHUP and Ctrl-C end the run after the current iteration.
+    """From `catch` on, SIGNALS end the run after the current iteration. SIGINT is Ctrl-C.
 
-    A handler may run between any two instructions of Python, where no collective may begin. So it
-    takes a note. All ranks must stop after the same iteration, and exchange their notes at the end
-    of each one. This is SIGTERM, which is 15, at rank 1 of two:
+    A handler may run between any two instructions of Python. A collective in it would meet another
+    one of the other ranks, so it takes a note. All ranks must stop after the same iteration, and
+    exchange their notes at the end of each one. This is SIGTERM, which is 15, at rank 1 of two:
 
                                   during iteration 7     `agree` at its end     then
         rank 0                    received = 0           number = 15            a checkpoint,
@@ -3255,29 +3326,39 @@ class StopSignals:
         self.received = 0  # the signal that this rank has received
         self.number = 0  # the signal that any rank had received when `agree` was called
         self.immediate = False
-        self.restore = contextlib.ExitStack()  # On exit it sets the earlier handlers again.
+        # On exit it sets the earlier handlers again. Run adds what ends with the run.
+        self.restore = contextlib.ExitStack()
 
     def catch(self):
         if threading.current_thread() is not threading.main_thread():
             return  # Only the main thread can handle signals.
-        for number in SIGNALS:
+        # nohup has SIGHUP ignored, and user code may handle signals. These are left as they are.
+        numbers = [
+            number
+            for number in SIGNALS
+            if number in (signal.SIGTERM, signal.SIGINT)
+            or signal.getsignal(number) == signal.SIG_DFL
+        ]
+        for number in numbers:
             self.restore.callback(signal.signal, number, signal.signal(number, self.receive))
+        self.restore.callback(numbers.clear)  # Then the functions below do nothing.
         # Signals are blocked during a fork, so that the child gets none before heed_signals.
         os.register_at_fork(
-            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
-            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
-            after_in_child=heed_signals,
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, numbers),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers),
+            after_in_child=lambda: heed_signals(numbers),
         )
 
     def receive(self, number: int, frame):
-        self.received = number
+        is_first, self.received = not self.received, number
         if number == signal.SIGINT:  # The second one stops at once.
             signal.signal(number, signal.default_int_handler)
         if self.immediate:
             self.immediate = False
             raise KeyboardInterrupt
-        with contextlib.suppress(OSError):  # stderr may be closed.
-            os.write(2, b"\nstopping after this iteration; a second Ctrl-C stops at once\n")
+        if is_first:  # A limit of CPU time sends SIGXCPU every second.
+            with contextlib.suppress(OSError):  # stderr may be closed.
+                os.write(2, b"\nstopping after this iteration; a second Ctrl-C stops at once\n")
 
     @contextlib.contextmanager
     def at_once(self):
@@ -3305,7 +3386,11 @@ def lines_before(path: Path, iteration: int) -> Iterator[bytes]:
 
 
 def script_version() -> dict:
-    """The hash of this script, as git computes it, and the commit that has it, if there is one."""
+    """The hash of this script, as git computes it.
+
+    In a repository that has the script also the commit of HEAD, and whether the script was changed
+    since.
+    """
     version, path = {}, Path(__file__).absolute()
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         text = path.read_bytes()
@@ -3314,14 +3399,14 @@ def script_version() -> dict:
         command = ["git", "-C", path.parent, "rev-parse", "HEAD", f"HEAD:./{path.name}"]
         git = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
         version["commit"], committed = git.stdout.split()
-        version["changed"] = blob != committed  # since that commit
+        version["changed"] = blob != committed
     return version
 
 
 class Run:
     """The folder <log_dir>/<run_name>/: *.jsonl, TensorBoard's file, config.json, summary.json."""
 
-    def __init__(self, args, state: TrainState):
+    def __init__(self, args, state, checkpoint_path: Path | None, restore: contextlib.ExitStack):
         self.args, self.state, self.summary = args, state, {}
         self.started = time.monotonic()
         self.print_once = functools.cache(print0)
@@ -3332,7 +3417,14 @@ class Run:
             return
         with attempt(f"write {self.path}"):
             self.path.mkdir(parents=True, exist_ok=args.resume == "auto")
-            self.lock()
+            self.lock(restore)
+            # The models were loaded before the lock was there. An earlier process of this run, which
+            # was still ending, may have saved a checkpoint meanwhile.
+            if args.resume == "auto" and newest_checkpoint(self.path) != checkpoint_path:
+                raise UserError(
+                    f"--resume auto: another process has written a checkpoint in {self.path} since "
+                    "this one began. Start this one again: it resumes from that checkpoint"
+                )
             config = {"args": vars(args), "argv": sys.argv} | script_version()
             write_json(self.path / "config.json", config)
             for name in ("metrics", "completions"):
@@ -3353,13 +3445,16 @@ class Run:
                     resume="allow" if args.resume == "auto" else "never",
                 )
         self.writer = SummaryWriter(self.path, purge_step=state.iteration)
-        atexit.register(self.close, "failed")  # `close` takes this back.
+        restore.callback(self.fail)
 
-    def lock(self):
-        """Refuse a folder in which another process runs. Its lock ends with the process."""
-        self.locked = open(self.path / "lock", "w")
+    def lock(self, restore: contextlib.ExitStack):
+        """Refuse a folder in which another process runs. The lock ends with the run or process."""
+        file = restore.enter_context(open(self.path / "lock", "w"))
+        # A process that a reward function forks would keep the lock for as long as it lives.
+        os.register_at_fork(after_in_child=file.close)
         try:
-            fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not lockf: that lock is lost when user code reads the file, as in a copy of the folder.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             message = f"another process runs in {self.path}: choose another --run-name"
             raise UserError(message) from None
@@ -3370,7 +3465,7 @@ class Run:
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
         i = self.state.iteration
         samples = logged_samples(episodes, experience)
-        # Check TrainState in the first iteration, long before a checkpoint needs it as JSON.
+        # This is checked in every iteration: a fault shows long before the first checkpoint.
         for name, value in vars(self.state).items():
             with attempt(f"save TrainState.{name}, {value!r:.80}, as JSON"):
                 loaded = json.loads(json.dumps(value))
@@ -3409,8 +3504,13 @@ class Run:
         with open(self.path / f"{name}.jsonl", "a") as file:
             file.write(line + "\n")
 
+    def fail(self):
+        """Close a run that an error has ended. The error is shown, not that of a full disk here."""
+        if "status" not in self.summary:
+            with contextlib.suppress(OSError):
+                self.close("failed")
+
     def close(self, status: str) -> dict:
-        atexit.unregister(self.close)
         self.summary |= {
             "status": status,
             "eval_before": self.state.eval_before,
@@ -3442,7 +3542,8 @@ def is_complete(path: Path) -> bool:
     """
     try:
         for name in read_json(path / "state.json")["files"]:
-            # For any file that it cannot open, safe_open raises FileNotFoundError. `open` does not.
+            # `open` raises the true error, such as PermissionError. safe_open would raise
+            # FileNotFoundError for it, and the checkpoint would count as incomplete.
             with open(path / name, "rb"):
                 safetensors.safe_open(path / name, "pt")
         return True
@@ -3455,7 +3556,7 @@ def is_complete(path: Path) -> bool:
 
 
 def run_checkpoints(run_folder: Path) -> list[Path]:
-    """The checkpoints of a run, newest first. A folder with another name is the user's.
+    """The checkpoints of a run, newest first. Folders with other names are left out.
 
     Raises OSError if the folder cannot be read.
     """
@@ -3572,9 +3673,9 @@ def main():
     except UserError as error:
         if RANK > 0:
             time.sleep(5)  # Rank 0 reports first. Then torchrun ends the others.
-        print(f"error: {error}", file=sys.stderr)
-        if isinstance(error, CodeError):
+        if isinstance(error, CodeError) and error.has_traceback():
             traceback.print_exception(error.__cause__)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
         # A thread of gloo may still have to let go of the last collective's tensors. While Python

@@ -1,9 +1,11 @@
 """Small text environments for the tests, well-behaved and broken ones. Importing the module registers them."""
 
 import math
+import os
 import signal
 import sys
 import threading
+import time
 
 import gymnasium as gym
 import torch
@@ -124,6 +126,16 @@ class Serves(TextEnv):
         OPEN.remove(self)  # raises where it is closed twice
 
 
+class Held(TextEnv):
+    """Its turns last as long as there is a file named hold, at least a fifth of a second."""
+
+    def turn(self, response):
+        time.sleep(0.2)
+        while os.path.exists("hold"):
+            time.sleep(0.05)
+        return super().turn(response)
+
+
 class Meddles(TextEnv):
     """Switches gradients off, as an import may do."""
 
@@ -143,7 +155,7 @@ class WrongSignature(TextEnv):
 
 
 for cls in (TwoTurns, Endless, DenseTurns, Lengths, Raises, Unmade, Exits, FourValues, WrongSignature, Serves,
-            Meddles):  # fmt: skip
+            Held, Meddles):  # fmt: skip
     gym.register(f"{cls.__name__}-v0", entry_point=cls)
 gym.register("Plain-v0", entry_point=TextEnv)
 gym.register("Constant-v0", entry_point=Reward)

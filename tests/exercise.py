@@ -14,20 +14,27 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
+import faulthandler
 import functools
+import importlib.util
 import json
 import linecache
+import multiprocessing.connection
 import os
 import re
 import signal
 import sys
+import tempfile
 import textwrap
 import traceback
 import types
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "ppo_llm.py"
@@ -244,6 +251,11 @@ class Fill(ast.NodeTransformer):
 # === Check ===
 
 
+def read_source(path: Path | str) -> str:
+    """The text of a Python file, in any encoding in which Python runs it (PEP 263)."""
+    return importlib.util.decode_source(Path(path).read_bytes())
+
+
 def load(path: Path | str, text: str | None = None, name: str | None = None):
     """A script as a module. With `name`, the unwritten parts of other exercises are those of the script.
 
@@ -256,7 +268,7 @@ def load(path: Path | str, text: str | None = None, name: str | None = None):
     module = types.ModuleType(f"exercise_of_the_student_{len(sys.modules)}")  # a name of its own, for pickle
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look there
-    text = Path(path).read_text() if text is None else text
+    text = read_source(path) if text is None else text
     linecache.cache[str(path)] = len(text), None, text.splitlines(keepends=True), str(path)
     with warnings.catch_warnings(action="ignore"):  # The environments are registered again.
         tree = ast.parse(text, str(path))
@@ -287,6 +299,17 @@ def error_text(error: BaseException) -> str:
     return re.sub(r"exercise_of_the_student_\d+\.", "", text)
 
 
+SHOWN_CALLS = 5  # at both ends of a traceback
+
+
+def shown_calls(calls: list[tuple[int, str, str]]) -> list[str]:
+    """A line of text for each (line number, function, code). A recursion has many: the middle is left out."""
+    lines = [f"  line {number}, in {function}:  {code}" for number, function, code in calls]
+    if (left_out := len(lines) - 2 * SHOWN_CALLS) > 0:
+        lines[SHOWN_CALLS:-SHOWN_CALLS] = [f"  ... {left_out} more calls"]
+    return lines
+
+
 def failure(error: BaseException, path: str) -> list[str]:
     """What went wrong, in lines."""
     from exercise_rules import Broken
@@ -299,42 +322,163 @@ def failure(error: BaseException, path: str) -> list[str]:
     frames = own_frames(error, path)
     if not frames:
         return ["the result cannot be used here:", *error_text(error).splitlines()]
-    found = [f"{path} stops with an error:"]
-    for frame in frames:
-        found += [f"  line {frame.lineno}, in {frame.name}:  {frame.line}"]
-    return found + [f"  {line}" for line in error_text(error).splitlines()[:6]]
+    calls = shown_calls([(frame.lineno, frame.name, frame.line) for frame in frames])
+    return [f"{path} stops with an error:", *calls, *(f"  {line}" for line in error_text(error).splitlines()[:6])]
 
 
-NOT_YET = "not yet written"
+HOLDS, BROKEN, ERROR, NOT_YET, ENDED = "holds", "broken", "error", "not yet written", "ended"
 
 
-def test(rules, module, path: str, say=print) -> list[str]:
+class Result(NamedTuple):
+    """What came of a rule: HOLDS, BROKEN, an ERROR of Python, NOT_YET, or the process has ENDED. `of` so many rules."""
+
+    words: str
+    lines: list[str]
+    kind: str
+    of: int
+
+
+def rules_of(name: str) -> list[tuple[str, Callable]]:
+    """The rules of an exercise. Of a bug: first its own, then those of all blanks."""
+    from exercise_rules import RULES
+
+    if name in BLANKS:
+        return RULES[name]
+    from exercise_bugs import BUGS
+
+    return [(BUGS[name].words, BUGS[name].check), *(pair for rules in RULES.values() for pair in rules)]
+
+
+def try_rules(name: str, module, path: str, begins=lambda words, of: None) -> Iterator[Result]:
+    """Try the rules one after another, until one finds a part that is not yet written."""
+    from exercise_rules import Broken
+
+    rules = rules_of(name)
+    for words, function in rules:
+        begins(words, len(rules))
+        lines, kind = [], HOLDS
+        try:
+            function(module)
+        except (Exception, SystemExit) as error:
+            lines, kind = failure(error, path), BROKEN if isinstance(error, Broken) else ERROR
+            # PyTorch raises NotImplementedError as well, for dtypes that an operation does not have.
+            if isinstance(error, NotImplementedError) and str(error) in EVERY_UNWRITTEN:
+                lines, kind = [f"{error} ({path}, line {own_frames(error, path)[-1].lineno})"], NOT_YET
+        yield Result(words, lines, kind, len(rules))
+        if kind == NOT_YET:
+            return
+
+
+EVERY_UNWRITTEN = {unwritten(name, gap) for name, blank in BLANKS.items() for gap in blank.gaps}
+
+
+# === Check in a process of its own. A file may loop for ever, crash, or end its process.
+
+TIME_LIMIT = 60.0  # seconds for loading a file, and for each rule
+PRELOADED = ["torch.distributed.checkpoint", "torch.utils.tensorboard", "transformers", "gymnasium", "tyro"]
+
+
+class Unloadable(Exception):
+    """The file has no rules to try. Its text says why."""
+
+
+def serve(sender, dump: str, name: str, path: str, limit: float):
+    """In the process: load the file, try its rules, and send what comes of it, in JSON."""
+    os.setsid()  # The group of this process ends with it.
+    sys.stdout.reconfigure(line_buffering=True)
+    send = lambda *message: sender.send_bytes(json.dumps(message).encode())
+    with open(dump, "w") as file:
+        faulthandler.enable(file)  # It writes the lines of a crash.
+
+        def begins(words="", of=0):
+            # A thread without Python's lock writes the lines of a loop, and ends the process.
+            faulthandler.dump_traceback_later(limit, exit=True, file=file)
+            send("begins", words, of)
+
+        begins()
+        try:
+            ast.parse(text := read_source(path))
+        except (SyntaxError, ValueError) as error:  # or a UnicodeDecodeError, or a null byte
+            return send("unloadable", f"{path} is no Python program:\n{error_text(error)}")
+        try:
+            module = load(path, text, name)
+        except (Exception, SystemExit) as error:
+            return send("unloadable", "\n".join(failure(error, path)))
+        for result in try_rules(name, module, path, begins):
+            send("result", *result)
+        send("all")
+
+
+def how_it_ended(code: int, dump: str, path: str, source: list[str], limit: float) -> list[str]:
+    """Why a process has ended before all its rules, in lines."""
+    lines = [f"{path} ends the process that checks it, with exit code {code}."]
+    if "Timeout" in dump:
+        lines = [f"{path} has no result after {limit:g} seconds. Is this a loop without an end?"]
+    elif code < 0:
+        lines = [f"{path} ends the process that checks it, by {signal.Signals(-code).name}."]
+    file = path.encode("ascii", "backslashreplace").decode()  # as in the dump
+    frames = reversed(re.findall(rf'File "{re.escape(file)}", line (\d+) in (.+)', dump))
+    return lines + shown_calls([(int(n), name, "".join(source[int(n) - 1 : int(n)]).strip()) for n, name in frames])
+
+
+def try_in_process(name: str, path: str, limit: float | None = None) -> Iterator[Result]:
+    """`try_rules` of a file, in a process of its own with a limit of time for each rule.
+
+    Raises Unloadable. Where the process ends, the rule that it tried is ENDED, and those after it are not tried.
+    """
+    limit, source = limit or TIME_LIMIT, []
+    with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # The process says so.
+        source = read_source(path).splitlines()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)  # A second process starts quickly.
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile("r") as dump:
+        process = context.Process(target=serve, args=(sender, dump.name, name, path, limit))
+        process.start()
+        sender.close()
+        words, of = "", 0
+        try:
+            while True:
+                multiprocessing.connection.wait([receiver, process.sentinel])
+                # It may have ended, while its children still hold the pipe.
+                kind, *rest = json.loads(receiver.recv_bytes()) if receiver.poll() else ["end"]
+                if kind == "begins":
+                    words, of = rest
+                elif kind == "result":
+                    yield Result(*rest)
+                elif kind == "unloadable":
+                    raise Unloadable(*rest)
+                elif kind == "all":
+                    return
+                else:
+                    raise EOFError
+        except EOFError:
+            process.join()
+            lines = how_it_ended(process.exitcode, dump.read(), path, source, limit)
+            if not words:
+                raise Unloadable("\n".join(lines)) from None
+            yield Result(words, lines, ENDED, of)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(words or f"{path} was loaded") from None
+        finally:
+            for kill in os.killpg, os.kill:  # its group, if it has one already
+                with contextlib.suppress(ProcessLookupError):
+                    kill(process.pid, signal.SIGKILL)
+            process.join()
+
+
+def report(results: list[Result], say=print) -> list[str]:
     """Say of each rule whether it holds. Returns the words of those that do not, or that something is not written.
 
     An error that stops several rules is shown once, at the end.
     """
-    from exercise_rules import Broken
-
-    results = []  # (the words of a rule, its lines, whether it is an error of Python)
-    for words, function in rules:
-        try:
-            function(module)
-        except NotImplementedError as error:
-            if not (frames := own_frames(error, path)):
-                raise
-            results.append((words, [f"{error} ({path}, line {frames[-1].lineno})"], NOT_YET))
-            break
-        except (Exception, SystemExit) as error:
-            results.append((words, failure(error, path), not isinstance(error, Broken)))
-        else:
-            results.append((words, [], False))
-    errors = [tuple(lines) for _, lines, is_error in results if is_error is True]
+    errors = [tuple(result.lines) for result in results if result.kind == ERROR]
     broken, earlier = [], None
-    for words, lines, is_error in results:
-        if is_error == NOT_YET:
+    for words, lines, kind, _ in results:
+        if kind == NOT_YET:
             say(f"{NOT_YET}: {lines[0]}")
             broken.append(NOT_YET)
-        elif not lines:
+        elif kind == HOLDS:
             say(f"holds  {words}")
         else:
             broken.append(words)
@@ -345,42 +489,34 @@ def test(rules, module, path: str, say=print) -> list[str]:
     for lines in dict.fromkeys(errors):
         if (count := errors.count(lines)) > 1:
             head = "Your code stops with an error" if " stops with" in lines[0] else "The result cannot be used"
-            say("\n".join([f"\n{head} in {count} of {len(rules)} rules:", *(f"  {line}" for line in lines[1:])]))
+            say("\n".join([f"\n{head} in {count} of {results[0].of} rules:", *(f"  {line}" for line in lines[1:])]))
     return broken
 
 
-def check_blank(name: str, module, path: str, say=print) -> list[str]:
-    from exercise_rules import RULES
-
-    broken = test(RULES[name], module, path, say)
-    count = len(RULES[name])
+def check_blank(name: str, results: Iterator[Result], say=print) -> list[str]:
+    results = list(results)
+    broken, count = report(results, say), results[0].of
     if not broken:
         say(f"\nAll {count} rules hold. Compare it with the script: python tests/exercise.py solution {name}")
     elif NOT_YET not in broken:
-        say(f"\n{count - len(broken)} of {count} rules hold.")
+        untried = f" {count - len(results)} were not tried." if len(results) < count else ""
+        say(f"\n{len(results) - len(broken)} of {count} rules hold.{untried}")
     return broken
 
 
-def check_bug(letter: str, module, path: str, say=print) -> list[str]:
-    from exercise_bugs import BUGS
-    from exercise_rules import RULES
-
-    bug = BUGS[letter]
-    try:
-        bug.check(module)
-    except (Exception, SystemExit) as error:
-        say("\n".join([f"FAILS  {bug.words}", *(f"         {line}" for line in failure(error, path))]))
+def check_bug(letter: str, results: Iterator[Result], say=print) -> list[str]:
+    own = next(results)
+    broken = report([own], say)
+    if broken:
         say("\nThe bug is still there.")
-        return [bug.words]
-    say(f"holds  {bug.words}")
-    everything = [pair for rules in RULES.values() for pair in rules]
-    other = []
-    broken = test(everything, module, path, other.append)
+        return broken
+    other, results = [], list(results)
+    broken = report(results, other.append)
     if broken:
         say("\n".join(line for line in other if not line.startswith("holds")))
         say("\nThe bug is gone, but something else is wrong now.")
     else:
-        say(f"holds  all {len(everything)} rules of part 1\n\nThe bug is gone.")
+        say(f"holds  all {len(results)} rules of part 1\n\nThe bug is gone.")
     return broken
 
 
@@ -389,21 +525,21 @@ def check(name: str, file: Path) -> int:
     if not file.is_file():
         print(f"There is no {file} in this folder. `blank NAME` or `bug LETTER` writes it.")
         return 2
-    path, text = str(file), file.read_text()
-    if (names := recorded(text)) and name not in names:
+    path, names = str(file), []
+    with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # The process says so.
+        names = recorded(read_source(path))
+    if names and name not in names:
         command = " ".join([f"python {tool()} check {names[0]}", *([path] if file != FILE else [])])
         print(f"{path} is exercise {' '.join(names)}, not {name}. Did you mean: {command}?")
         return 2
     try:
-        module = load(path, text, name)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SyntaxError):
-            print(f"{path} is no Python program:")
-            print(error_text(error))
-        else:
-            print("\n".join(failure(error, path)))
+        broken = (check_blank if name in BLANKS else check_bug)(name, try_in_process(name, path))
+    except Unloadable as error:
+        print(error)
         return 1
-    broken = (check_blank if name in BLANKS else check_bug)(name, module, path)
+    except KeyboardInterrupt as error:
+        print(f"\nStopped. This was tried: {error}")
+        return 130
     return int(bool(broken))
 
 
@@ -414,7 +550,9 @@ def keep_earlier(text: str):
     """What stands in exercise.py is renamed, so that no work is lost."""
     if not FILE.exists():
         return
-    earlier = FILE.read_text()
+    earlier = ""
+    with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # It is kept.
+        earlier = read_source(FILE)
     names = recorded(earlier)
     if earlier in (text, SCRIPT.read_text()) or (names and earlier == exercise_text(*names)):
         print(f"The earlier {FILE} is not kept, because it has no changes.")
@@ -590,6 +728,8 @@ def main() -> int:
                 print(f"  {FILE}, line {i}" + (f" ({found[1]})" if len(names) > 1 else ""))
         print(f"Then: python {tool()} check {names[0] if len(names) == 1 else 'NAME'}")
         return 0
+    if verb == "check" and rest[0] in BLANKS:
+        return check(rest[0], Path(*rest[1:] or [FILE]))
     from exercise_bugs import BUGS
 
     known = {"blank": [*BLANKS, "all"], "bug": BUGS}.get(verb, {**BLANKS, **BUGS})

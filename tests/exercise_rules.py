@@ -3,7 +3,6 @@
 A rule raises Broken if the module breaks it. Most rules then show a case that a student can compute by hand.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import io
@@ -1147,16 +1146,13 @@ def small_run(ppo, **flags):
         num_iterations=2, rollout_batch_size=8, train_batch_size=4, max_new_tokens=5, sft_steps=0, eval_episodes=2,
         save_every=0, device="cpu", run_name="run", env_id="environments:Plain-v0") | flags  # fmt: skip
     printed = io.StringIO()
-    # A run that fails is not closed when the process ends: its folder is gone by then.
-    register = lambda function, *rest: function.__name__ == "close" or atexit.register(function, *rest)
     experiences, make_experience = [], ppo.make_experience
 
     def remembered(*given):
         experiences.append(make_experience(*given))
         return experiences[-1]
 
-    patches = {"make_experience": remembered, "SummaryWriter": mock.Mock(), "atexit": mock.Mock(register=register),
-               "SFT_BATCH_SIZE": 8}  # fmt: skip
+    patches = {"make_experience": remembered, "SummaryWriter": mock.Mock(), "SFT_BATCH_SIZE": 8}
     with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(ppo, **patches):
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
             summary = ppo.train(ppo.Args(log_dir=folder, **flags))

@@ -62,6 +62,7 @@ FAMILIES = {  # name: (model_type, changes of SIZES). Those of QUICK run in ever
     "gpt 2": ("gpt2", {}),
     "gpt-neox": ("gpt_neox", {}),
     "opt": ("opt", {}),
+    "opt 350m, narrow embedding": ("opt", dict(word_embed_proj_dim=16, do_layer_norm_before=False)),
     "minicpm 3, latent attention": ("minicpm3", LATENT | dict(scale_emb=2, dim_model_base=16)),
     "qwen3 mixture": ("qwen3_moe", {}),
     "qwen2 mixture": ("qwen2_moe", {}),
@@ -76,7 +77,8 @@ FAMILIES = {  # name: (model_type, changes of SIZES). Those of QUICK run in ever
     "mimo, heads that differ by layer": ("mimo_v2_flash", MIXED | dict(
         swa_num_key_value_heads=4, v_head_dim=8, swa_head_dim=8, swa_v_head_dim=8)),
 }  # fmt: skip
-QUICK = ["mistral, window", "gemma 3", "gemma 4, keys shared by layers", "qwen3 mixture", "gpt-oss, sinks"]
+QUICK = ["mistral, window", "gemma 3", "gemma 4, keys shared by layers", "qwen3 mixture", "gpt-oss, sinks",
+         "opt 350m, narrow embedding"]  # fmt: skip
 NO_CAUSAL = "not causal attention in every layer"
 NO_HEAD = "its head has a bias or a soft cap"
 REFUSED = {
@@ -142,6 +144,28 @@ def test_what_is_not_computed_is_refused_by_name_before_weights_are_loaded(patch
         patched.load_model(str(tmp_path), "lm", args)
 
 
+def test_a_version_of_transformers_that_requirements_txt_excludes_is_named(patched, tmp_path, monkeypatch):
+    lowest = re.search(r"^transformers>=([\d.]+),", (ROOT / "requirements.txt").read_text(), re.M)[1]
+    family_config("qwen3").save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers.utils, "__version__", lowest)
+    patched.load_config(str(tmp_path))
+    monkeypatch.setattr(transformers.utils, "__version__", "5.3.0")
+    with pytest.raises(patched.UserError, match=f"a minimum version of {lowest}, but the version found is 5.3"):
+        patched.load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind, auto", [("t5", "AutoModelForCausalLM"), ("granite", "AutoModelForSequenceClassification")])  # noqa: E501
+def test_a_model_that_only_code_of_its_own_makes_is_refused_at_once(patched, tmp_path, monkeypatch, kind, auto):
+    """The configuration is one of transformers. Of Granite it has no classifier."""
+    config = family_config("granite") if kind == "granite" else transformers.AutoConfig.for_model(kind)
+    config.auto_map = {auto: "modeling_new.NewModel"}
+    config.save_pretrained(tmp_path)
+    safetensors.torch.save_file({}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("It asks."))
+    with pytest.raises(patched.UserError, match="contains custom code which must be executed"):
+        patched.load_hf_checkpoint(tmp_path, "scalar")
+
+
 def tokenizer_folder(ppo, folder):
     ppo.HFTokenizer.from_texts(["0123456789=abcdefwx"]).hf.save_pretrained(folder)
     return folder
@@ -178,6 +202,36 @@ def test_buffers_and_weights_are_right_in_every_model_of_a_run(patched, tmp_path
     ids = torch.randint(99, (2, 20))
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)(ids).logits.float()
     assert (models[-1](ids).float() - expected).abs().mean() < 0.03 * expected.std()
+
+
+@pytest.mark.parametrize("name", ["gpt 2", "opt", "gemma 3"])
+@torch.no_grad()
+def test_all_learned_positions_can_be_used(patched, tmp_path, name):
+    """One row ends at the last position, while a finished one waits. One position more is refused.
+
+    openai/gpt-2-simple#72 has the error, as have huggingface/trl#1867 and EleutherAI/gpt-neo#273.
+    """
+    config = family_config(name)
+    config.max_position_embeddings = 32
+    folder = tokenizer_folder(patched, checkpoint_of(config, tmp_path))
+    args = patched.Args(max_prompt_tokens=8, max_new_tokens=24, device="cpu", dtype="float32", compile="off")
+    _, model = patched.load_model(str(folder), "lm", args)
+    decoder = patched.Decoder(model, 3, [99], args)  # an id that is never sampled
+    episodes = [patched.Episode(seed, noise_key=seed) for seed in range(3)]
+    for episode, n, stop in zip(episodes, (8, 3, 5), ("", "", "terminated")):
+        episode.add(torch.randint(3, 98, (n,)).tolist())
+        episode.prompt_length, episode.stop = n, stop
+    patched.generate_turn(decoder, episodes, 0, args)
+    assert [len(episode.ids) for episode in episodes] == [32, 27, 5]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for episode in episodes:
+        ids = torch.tensor(episode.ids)
+        logprobs = theirs(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        expected = torch.where(torch.tensor(episode.mask)[1:], logprobs, 0.0)
+        torch.testing.assert_close(torch.tensor(episode.logprobs)[1:], expected, rtol=0, atol=1e-4)
+    args.max_new_tokens += 1
+    with pytest.raises(patched.UserError, match=r"33 tokens in sum, but .* takes at most 32"):
+        patched.load_model(str(folder), "lm", args)
 
 
 @torch.no_grad()
@@ -222,6 +276,93 @@ def test_checkpoints_that_do_not_fit_are_refused(patched, tmp_path):
     error("lm_head.weight is not the embedding, to which config.json ties it", tie_word_embeddings=True)
     del weights["model.norm.weight"]
     error("the files lack model.norm.weight")
+
+
+@pytest.mark.parametrize("asks", [
+    dict(output_router_logits=True, output_attentions=True, output_hidden_states=True),
+    dict(return_dict=False, use_cache=False), dict(attn_implementation="flash_attention_2"),
+])  # fmt: skip
+@torch.no_grad()
+def test_what_config_json_asks_of_a_forward_pass_is_set_aside_but_exported(patched, tmp_path, asks):
+    """huggingface/transformers#44242, huggingface/transformers#45120"""
+    folder, ids = checkpoint_of(family_config("qwen3 mixture"), tmp_path / "in"), torch.randint(99, (2, 20))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+    content = json.loads((folder / "config.json").read_text()) | asks
+    (folder / "config.json").write_text(json.dumps(content))
+    ours, _ = patched.load_hf_checkpoint(folder)
+    ours.model.register_forward_hook(lambda model, inputs, out: seen.extend(out))
+    seen = []
+    torch.testing.assert_close(ours(ids), expected, rtol=0, atol=1e-5)
+    assert seen == ["last_hidden_state"]
+    patched.save_hf_checkpoint(ours, patched.HFTokenizer.from_texts(["abc"]), tmp_path / "out")
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert all(exported.get(name) == (None if "flash" in str(x) else x) for name, x in asks.items())
+
+
+def fp8_folder(folder):
+    """A checkpoint in FP8, and the model that it stands for."""
+    config = transformers.AutoConfig.for_model("qwen3", **SIZES | dict(hidden_size=128, num_attention_heads=16))
+    model = randomised(transformers.AutoModelForCausalLM.from_config(config))
+    model.save_pretrained(folder)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, x in dict(weights).items():
+        if "proj" in name:
+            scale = x.abs().max() / 448
+            weights[name] = (x / scale).to(torch.float8_e4m3fn)
+            weights[name + "_scale_inv"] = scale.reshape(1, 1)
+            model.get_parameter(name).data = weights[name].float() * scale
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    method = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
+    content = json.loads((folder / "config.json").read_text()) | {"quantization_config": method}
+    (folder / "config.json").write_text(json.dumps(content))
+    return model
+
+
+def mxfp4_folder(folder):
+    """A checkpoint in the format of gpt-oss, and the model that it stands for."""
+    unpack = transformers.integrations.mxfp4.convert_moe_packed_tensors
+    config = transformers.AutoConfig.for_model("gpt_oss", **SIZES | dict(intermediate_size=64))
+    model = randomised(transformers.AutoModelForCausalLM.from_config(config))
+    model.save_pretrained(folder)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj")]:
+        experts, inner, outer = weights.pop(name).shape
+        blocks = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 122, blocks.shape[:3], dtype=torch.uint8)
+        weights |= {name + "_blocks": blocks, name + "_scales": scales}
+        model.get_parameter(name).data = unpack(blocks, scales, dtype=torch.float32)
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    content = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(content))
+    return model
+
+
+@pytest.mark.parametrize("quantized", [fp8_folder, mxfp4_folder])
+@torch.no_grad()
+def test_quantized_weights_are_multiplied_by_their_scales(patched, tmp_path, monkeypatch, quantized):
+    """Without a GPU transformers does so in any case, so the check of the device is left out: a simulation.
+
+    unslothai/unsloth#6200, unslothai/unsloth#6978, leejet/stable-diffusion.cpp#1898
+    """
+    model, quantizers = quantized(tmp_path / "in"), transformers.quantizers
+    kind = (quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer if quantized is fp8_folder else
+            quantizers.quantizer_mxfp4.Mxfp4HfQuantizer)  # fmt: skip
+    monkeypatch.setattr(kind, "validate_environment", lambda self, *args, **kwargs: None)
+    ids = torch.randint(99, (2, 20))
+    ours, _ = patched.load_hf_checkpoint(tmp_path / "in")
+    torch.testing.assert_close(ours(ids), model(ids).logits, rtol=0, atol=1e-4)
+    patched.save_hf_checkpoint(ours, patched.HFTokenizer.from_texts(["abc"]), tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_weights_that_stay_quantized_are_refused(patched, tmp_path, monkeypatch):
+    """As by methods that cannot undo their quantization."""
+    ignore = lambda self, *args, **kwargs: setattr(self.quantization_config, "dequantize", False)
+    kind = transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
+    monkeypatch.setattr(kind, "validate_environment", ignore)
+    fp8_folder(tmp_path / "in")
+    with pytest.raises(patched.UserError, match=r"quantization_config .*: weights must be dequantized"):
+        patched.load_hf_checkpoint(tmp_path / "in")
 
 
 def training_folder(folder, name):

@@ -1,5 +1,6 @@
 """Bad input: one line that names flag, file or environment and what is wrong; exit code 2."""
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -8,6 +9,7 @@ import math
 import re
 import signal
 import sys
+import types
 from unittest import mock
 
 import environments
@@ -65,17 +67,29 @@ def test_flags_that_contradict_each_other_or_the_disk(ppo, tmp_path, flags, part
     refuse(ppo, tmp_path, *parts, **flags)
 
 
-def test_main_prints_one_line_and_of_the_users_code_the_traceback(ppo, tmp_path, capsys):
-    patched, raises = mock.patch.object, dict(env_id="environments:Raises-v0")
-    unmade = dict(env_id="environments:Unmade-v0", run_name="unmade")
-    for flags, part, has_traceback in (
-            (dict(gamma=-1), "--gamma -1.0", False), (raises, "out of order", True), (unmade, "nope", True)):
-        argv = [ppo.__file__, *flags_of(log_dir=tmp_path, **flags)]
-        with patched(sys, "argv", argv), patched(ppo, "SummaryWriter"), pytest.raises(SystemExit) as end:
-            main(ppo)
-        first, *rest = capsys.readouterr().err.splitlines()
-        assert end.value.code == 2 and first.startswith("error: ") and part in first
-        assert any("environments.py" in line for line in rest) == has_traceback == bool(rest)
+@pytest.mark.parametrize(("flags", "part", "has_traceback"), [
+    (dict(gamma=-1), "--gamma -1.0", False),
+    (dict(env_id="environments:Raises-v0"), "out of order", True),
+    (dict(env_id="environments:Unmade-v0"), "nope", True),
+    (dict(env_id="imports_what_is_not_there:X-v0"), "No module named 'not_there'", True),
+    (dict(env_id="No-Such-v0"), "NameNotFound: Environment `No-Such` doesn't exist", False),
+    (dict(env_id="no_such_module:X-v0"), "No module named 'no_such_module'", False),
+    (dict(env_id="environments:Plain-v0", env_kwargs='{"split": "train"}'), "TypeError", False),
+    (dict(env_id="environments:FourValues-v0"), "TypeError: step must return a tuple", False),
+    (dict(env_id="environments:RewardNaN-v0"), "must be a finite number, not nan", False),
+])  # fmt: skip
+def test_main_prints_one_line_and_before_it_the_traceback_if_there_is_code_of_the_user_in_it(
+        ppo, tmp_path, monkeypatch, capsys, flags, part, has_traceback):  # fmt: skip
+    (tmp_path / "imports_what_is_not_there.py").write_text("import not_there")
+    monkeypatch.chdir(tmp_path)  # where modules of the user may be
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [ppo.__file__, *flags_of(log_dir=tmp_path, **flags)])
+    with mock.patch.object(ppo, "SummaryWriter"), pytest.raises(SystemExit) as end:
+        main(ppo)
+    *before, last = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and last.startswith("error: ") and part in last
+    users = [line for line in before if "environments.py" in line or "not_there.py" in line]
+    assert bool(users) == has_traceback == any("Traceback" in line for line in before)
 
 
 def test_help_shows_the_defaults_that_depend_on_the_model(ppo, capsys):
@@ -110,13 +124,6 @@ def test_user_code_may_switch_gradients_off_and_its_threads_compute_none(ppo, tm
     assert [row["objective/reward"] for row in seen.rows] == [1, 1] and torch.is_grad_enabled()
 
 
-def test_a_template_that_asks_for_todays_date_gets_one_that_stays(ppo):
-    tokenizer = ppo.HFTokenizer.from_texts(["ab"])
-    template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}: {{ messages[0].content }}"
-    tokenizer.hf.chat_template = template
-    assert tokenizer.render(ppo.as_messages("ab")) == "26 Jul 2024: ab" and tokenizer.hf.chat_template == template
-
-
 def test_stdout_may_be_replaced_or_closed(ppo, tmp_path):
     closed, streams = io.StringIO(), [None, io.StringIO()]
     closed.close()
@@ -126,6 +133,43 @@ def test_stdout_may_be_replaced_or_closed(ppo, tmp_path):
             main(ppo)
         assert len(lines(tmp_path / str(i))) == 1
     assert "1/1: reward" in streams[1].getvalue()
+
+
+@contextlib.contextmanager
+def printed_in(encoding):
+    """What is printed in this encoding; the text is in the list when the context ends."""
+    stdout, printed = io.TextIOWrapper(io.BytesIO(), encoding=encoding), []
+    with mock.patch.object(sys, "stdout", stdout):
+        yield printed
+    printed.append(stdout.buffer.getvalue().decode(encoding))
+
+
+@pytest.mark.parametrize(("encoding", "letters", "shown"), [
+    ("ascii", "\xe9\u4e2d", r"\xe9\u4e2d"), ("latin-1", "\xe9\u4e2d", "\xe9" + r"\u4e2d"),
+    ("utf-8", "\xe9\u4e2d", "\xe9\u4e2d"), ("utf-8", "\udcc3", r"\udcc3"),  # in names whose bytes are no UTF-8
+])  # fmt: skip
+def test_letters_that_stdout_lacks_are_replaced(ppo, encoding, letters, shown):
+    with printed_in(encoding) as printed:
+        ppo.print0(f"saved runs/{letters}")
+    assert printed == [f"saved runs/{shown}\n"]
+
+
+def test_no_line_of_a_run_is_lost_where_stdout_is_not_utf_8(ppo, tmp_path):
+    """As in containers without a locale (Megvii-BaseDetection/YOLOX#220)."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "\xe9="}))
+    kwargs = json.dumps({"path": str(tmp_path / "rows.jsonl"), "reward": "environments:length"})
+    with printed_in("ascii") as printed:
+        record(ppo, tmp_path, env_id="Prompts-v0", env_kwargs=kwargs, run_name="r\xe9", num_iterations=1, save_every=1)
+    lines = printed[0].splitlines()
+    assert rf"saved {tmp_path}/r\xe9/checkpoints/iter_000001" in lines and any(r"['\xe9='" in line for line in lines)
+    assert any(line.startswith("  rewards    Prompts-v0") for line in lines)
+
+
+@pytest.mark.slow
+def test_an_error_whose_letters_stderr_lacks_is_not_lost(ppo, tmp_path):
+    command = ["env", "PYTHONIOENCODING=ascii", sys.executable, ppo.__file__, *flags_of(log_dir="/dev/null/r\xe9")]
+    code, output = finish(start(command, tmp_path), timeout=240)
+    assert code == 2 and r"error: cannot write /dev/null/r\xe9/run" in output, output
 
 
 @pytest.mark.parametrize("flag", ["env_kwargs", "eval_env_kwargs"])
@@ -271,6 +315,38 @@ def test_model_whose_config_does_not_fit(ppo, tmp_path, part, changes):
     config = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps(config))
     refuse(ppo, tmp_path, path, part, model=str(path), max_prompt_tokens=16, max_new_tokens=8)
+
+
+def test_code_that_comes_with_a_model_is_refused_at_once(ppo, tmp_path):
+    """In one line, and without a question on the terminal."""
+    auto_map = {"AutoConfig": "configuration_new.NewConfig"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "new", "auto_map": auto_map}))
+    with mock.patch("builtins.input", side_effect=AssertionError), pytest.raises(ppo.UserError) as error:
+        ppo.load_config(str(tmp_path))
+    assert "contains custom code which must be executed" in str(error.value) and "\n" not in str(error.value)
+
+
+HALF = "\ud83d"  # of a surrogate pair
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": HALF}, {"messages": [{"role": "user", "content": HALF}]}, {"messages": [{"role": HALF, "content": "a"}]},
+])  # fmt: skip
+def test_half_a_surrogate_pair_in_a_file_is_an_error_with_its_line(ppo, tmp_path, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{PROMPT}\n{json.dumps(row)}\n")
+    refuse(ppo, tmp_path, f"cannot use line 2 of {path}", "surrogates not allowed", env_id="Prompts-v0",
+           env_kwargs=json.dumps({"path": str(path), "reward": "environments:length"}))  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt, demonstration, answer", [(HALF, "", ""), ("a", HALF, ""), ("a", "", HALF)])
+def test_half_a_surrogate_pair_of_an_environment_is_an_error_with_its_seed(ppo, prompt, demonstration, answer):
+    info = {"demonstration": demonstration}
+    env = types.SimpleNamespace(reset=lambda seed: (prompt, info), step=lambda _: (answer, 0.0, False, False, {}))
+    tokenizer, episode = ppo.HFTokenizer.from_texts(["ab"]), ppo.Episode(7)
+    with pytest.raises(ppo.UserError, match=r"with seed 7: .*surrogates not allowed"):
+        ppo.play_turn(ppo.Episode.begin, episode, env, tokenizer, ppo.Args(max_prompt_tokens=9))
+        ppo.play_turn(ppo.Episode.end_turn, episode, env, 1, tokenizer, ppo.Args(max_new_tokens=9))
 
 
 JUDGE = """

@@ -112,12 +112,13 @@ def test_a_run_resumed_with_other_sizes_goes_on_with_its_prompts_and_schedules(p
     seeds = [seed for seed in (*seeds, *(seed for seed, *_ in resumed)) if seed >= ppo.FIRST_TRAINING_SEED]
     N, warmup, first = flags["num_iterations"], sizes.get("critic_warmup_iterations", 0), seeds[0]
     assert seeds == list(range(first, first + 2 * 8 + (N - 2) * flags["rollout_batch_size"]))
+    minibatches, epochs = flags["rollout_batch_size"] // flags["train_batch_size"], sizes.get("ppo_epochs", 2)
+    actor_steps, critic_steps = minibatches * epochs, minibatches * sizes.get("critic_epochs", epochs)
     rate = lambda progress: pytest.approx(1e-3 * (1 - 0.8 * progress))
     for i, row in list(enumerate(lines(tmp_path / "run")))[2:]:
-        steps, plan = row["ratio/steps"], ppo.plan_steps(ppo.fill_in_defaults(ppo.Args(**flags)))
-        rates = [rate((i - warmup + step / plan.update_steps) / (N - warmup)) for step in range(plan.update_steps)]
-        assert [step["lr"] for step in steps] == rates
-        assert row["critic/lr"] == rate((i + (plan.critic_steps - 1) / plan.critic_steps / 2) / N)  # the mean
+        rates = [rate((i - warmup + step / actor_steps) / (N - warmup)) for step in range(actor_steps)]
+        assert [step["lr"] for step in row["ratio/steps"]] == rates
+        assert row["critic/lr"] == rate((i + (critic_steps - 1) / critic_steps / 2) / N)  # the mean
 
 
 def test_a_rollout_without_a_reward_leaves_weights_and_moments_alone(ppo, tmp_path):
@@ -221,6 +222,55 @@ def test_a_flag_that_is_a_tuple_is_not_taken_for_a_change(ppo, tmp_path, capsys)
     assert printed == ["  --band [0.5, 3.0], in the checkpoint [0.5, 2.0]"]
 
 
+def rewrite(path, change):
+    """Change the content of a JSON file."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_checkpoint_may_come_from_a_version_with_other_flags_and_less_state(ppo, whole, copied, tmp_path, capsys):
+    """A flag that the checkpoint lacks was None; a field of TrainState has its default."""
+    shutil.rmtree(newest(copied))
+
+    def change(content):
+        del content["args"]["target_kl"], content["state"]["critic_steps"]
+        content["args"]["flag_of_before"] = 1
+
+    rewrite(newest(copied) / "state.json", change)
+    assert_same(whole, train(ppo, tmp_path, resume="auto"))
+    assert "in the checkpoint" not in capsys.readouterr().out
+    shutil.rmtree(newest(copied))
+    rewrite(newest(copied) / "state.json", lambda content: content["state"].update(baseline=0.5))
+    with pytest.raises(ppo.UserError, match=r"cannot resume from \S*iter_000002: TypeError: .*'baseline'"):
+        train(ppo, tmp_path, resume="auto")
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (dict(critic_epochs=0), " of its tensors are not used, for example critic."),
+    (dict(kl_coef=0.0, kl_loss=None), " of its tensors are not used, for example reference."),
+])  # fmt: skip
+def test_models_that_a_resumed_run_does_not_need_are_left_out(ppo, copied, tmp_path, capsys, flags, said):
+    shutil.rmtree(newest(copied))
+    run = train(ppo, tmp_path, resume="auto", **flags)
+    assert said in capsys.readouterr().out and [row["iteration"] for row in lines(run)] == [0, 1, 2]
+    lacking = {name.split(".")[0] for name in tensors_of(newest(run))}
+    assert lacking == {"actor", "critic", "reference"} - {said.split()[-1].strip(".")}
+    shutil.rmtree(run / "checkpoints" / "iter_000002")
+    with pytest.raises(ppo.UserError, match=r"cannot resume from \S*iter_000003: .*Missing key") as error:
+        train(ppo, tmp_path, resume="auto")
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_resumed_with_fewer_iterations_than_it_has_exports_what_it_has(ppo, whole, copied, tmp_path):
+    shutil.rmtree(copied / "model")
+    run = train(ppo, tmp_path, resume="auto", num_iterations=1)
+    assert without_clock(lines(run)) == without_clock(lines(whole)) and iterations(run) == [2, 3]
+    exported, expected = tensors_of(run / "model"), tensors_of(whole / "model")
+    assert exported and all(torch.equal(x, expected[name]) for name, x in exported.items())
+    assert json.loads((run / "summary.json").read_text())["iterations"] == 3
+
+
 def test_a_save_that_fails_is_one_line_and_leaves_the_checkpoint_before(ppo, whole, tmp_path):
     disk_is_full = mock.Mock(side_effect=OSError("No space left"))
     error = r"cannot write \S*iter_000002; earlier ones are intact: .*No space left"
@@ -264,6 +314,33 @@ def test_a_damaged_checkpoint_is_one_line_and_auto_takes_the_one_before(ppo, cop
     assert ppo.find_checkpoint(args).name == "iter_000002"
     assert f"passed over {newest_one}: files are missing or damaged" in capsys.readouterr().out
     assert before == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("before", "meanwhile", "error"), [
+    ([], "checkpoints/iter_000003", "another process has written a checkpoint in"),
+    (["checkpoints/iter_000002"], "checkpoints/iter_000003", "another process has written a checkpoint in"),
+    ([], "model", "has results, but no complete checkpoint"),
+])  # fmt: skip
+def test_auto_does_not_go_back_behind_what_is_saved_while_models_are_loaded(
+        ppo, whole, tmp_path, before, meanwhile, error):  # fmt: skip
+    """By the process before, which was still ending: facebookresearch/fairseq#3334, ostris/ai-toolkit#1058."""
+    run = tmp_path / "run"
+    for name in before:
+        shutil.copytree(whole / name, run / name)
+    content = lambda: {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+    seen = []
+
+    def save(*_):
+        shutil.copytree(whole / meanwhile, run / meanwhile)
+        for name in "metrics", "completions":
+            shutil.copy(whole / f"{name}.jsonl", run)
+        seen.append(content())
+
+    with on_call(ppo, "build_critic", 1, save), pytest.raises(ppo.UserError, match=error):
+        train(ppo, tmp_path, resume="auto")
+    assert seen == [content()]
+    if meanwhile != "model":
+        assert_same(whole, train(ppo, tmp_path, resume="auto"))
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_passed_over(ppo, copied, tmp_path):

@@ -4,10 +4,13 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -202,3 +205,57 @@ def test_an_error_of_one_rank_ends_all(ppo, tmp_path):
     code, output = finish(start(torchrun(2, ppo.__file__, *flags_of(**faulty)), tmp_path), timeout=60)
     assert output.count(f"error: cannot play the episode with seed {seed}: ") == 1, output
     assert code != 0 and re.search(r"exitcode +: 2 ", output) and len(lines(tmp_path / "run")) == 1
+
+
+SLURM = {  # its commands, and torchrun of this Python
+    "srun": 'echo $$ > task; exec "$@"',
+    "scontrol": 'case "$1" in show) echo localhost;; requeue) touch requeued;; esac',
+    "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+}
+
+
+@pytest.mark.slow
+def test_the_batch_script_of_slurm_stops_and_resumes_a_run(ppo, tmp_path):
+    """The signal comes, a job begins while the first still ends, and one more after that."""
+    (tmp_path / "bin").mkdir()
+    for name, text in SLURM.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    page = (Path(__file__).parent.parent / "docs" / "slurm.md").read_text()
+    [script] = re.findall(r"(?m)^    (#!/bin/bash\n(?:(?:    .*)?\n)+)", page)
+    flags = SMALL | dict(num_iterations=30, env_id="environments:Held-v0")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    script = script.replace("--nproc-per-node 8", "--nproc-per-node 2").replace("ppo_llm.py", ppo.__file__)
+    script = script.replace(" ...\n", f" {shlex.join(flags)}\n")
+    run = tmp_path / "runs" / "a"
+    status = lambda: json.loads((run / "summary.json").read_text())["status"]
+
+    def job(number):
+        with socket.create_server(("localhost", 0)) as server:
+            port = server.getsockname()[1]
+        variables = dict(JOB_ID=number, JOB_NODELIST="localhost", NNODES=1, NTASKS=1, PROCID=0)
+        variables = [f"SLURM_{name}={value}" for name, value in variables.items()]
+        path = f"PATH={tmp_path / 'bin'}:{os.environ['PATH']}"
+        return start(["env", path, *variables, "bash", "-c", script.replace("29500", str(port))], tmp_path)
+
+    def wait_for_lines(count, seconds=600):
+        end = time.monotonic() + seconds
+        while not (run / "metrics.jsonl").exists() or len(lines(run)) < count:
+            assert first.poll() is None and time.monotonic() < end, "hangs"
+            time.sleep(0.05)
+
+    first = job(1)
+    wait_for_lines(2)
+    (tmp_path / "hold").touch()  # The iteration lasts until the second job has ended.
+    os.kill(int((tmp_path / "task").read_text()), signal.SIGTERM)
+    _, output = finish(job(2), timeout=600)
+    assert f"another process runs in {run}" in output and not (tmp_path / "requeued").exists(), output
+    (tmp_path / "hold").unlink()
+    _, output = finish(first, timeout=600)
+    done = len(lines(run))
+    assert status() == "interrupted" and (tmp_path / "requeued").exists() and 2 <= done < 30, output
+    (tmp_path / "requeued").unlink()
+    _, output = finish(job(1), timeout=600)
+    assert f"resuming from {run}/checkpoints/iter_{done:06d}" in output, output
+    assert [row["iteration"] for row in lines(run)] == list(range(30))
+    assert status() == "completed" and not (tmp_path / "requeued").exists()

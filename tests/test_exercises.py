@@ -26,7 +26,7 @@ def broken_rules(name, text):
     """The words of the rules that a script of this text breaks, and what `check` says."""
     said = []
     module = healthy() if text == SCRIPT else exercise.load("exercise.py", text)
-    return exercise.check_blank(name, module, "exercise.py", said.append), "\n".join(said)
+    return exercise.check_blank(name, exercise.try_rules(name, module, "exercise.py"), said.append), "\n".join(said)
 
 
 @functools.cache
@@ -235,7 +235,8 @@ def test_what_check_says_of_mistakes_of_other_kinds():
 def test_the_check_of_a_bug_sees_it_and_nothing_else(letter):
     bug, said = exercise_bugs.BUGS[letter], []
     sick = exercise.load("exercise.py", exercise.bug_text(letter))
-    assert exercise.check_bug(letter, sick, "exercise.py", said.append) and "still there" in said[-1]
+    results = exercise.try_rules(letter, sick, "exercise.py")
+    assert exercise.check_bug(letter, results, said.append) and "still there" in said[-1]
     assert bug.fault not in (text := "\n".join(said)) and "exercise_of_the_student" not in text
     assert (": expected " in text and ": got " in text) or letter == "H", text
     bug.check(healthy())
@@ -243,7 +244,7 @@ def test_the_check_of_a_bug_sees_it_and_nothing_else(letter):
 
 def test_a_corrected_file_passes_with_all_other_rules():
     said, count = [], sum(map(len, exercise_rules.RULES.values()))
-    assert not exercise.check_bug("U", healthy(), "ppo_llm.py", said.append)
+    assert not exercise.check_bug("U", exercise.try_rules("U", healthy(), "ppo_llm.py"), said.append)
     assert said[0].startswith("holds  The targets") and f"all {count} rules of part 1" in said[-1]
 
 
@@ -256,7 +257,7 @@ def test_letters_are_in_order_and_name_different_faults():
 def test_a_corrected_file_with_another_mistake_is_told_apart():
     old, new = FAULTS["returns_without_values"][1:]
     module, said = exercise.load("exercise.py", SCRIPT.replace(old, new)), []
-    assert exercise.check_bug("A", module, "exercise.py", said.append)
+    assert exercise.check_bug("A", exercise.try_rules("A", module, "exercise.py"), said.append)
     assert "something else is wrong now" in said[-1] and "FAILS  A return is the advantage" in "\n".join(said)
 
 
@@ -271,12 +272,28 @@ def test_several_blanks_are_checked_one_by_one():
         solved = solved[:begin] + "\n".join(lines) + "\n    " + solved[end:]
     for written, expected in (text, "not yet written: rewards: your part of make_experience"), (solved, "All 7 rules"):
         said, module = [], exercise.load("exercise.py", written, "rewards")
-        exercise.check_blank("rewards", module, "exercise.py", said.append)
+        exercise.check_blank("rewards", exercise.try_rules("rewards", module, "exercise.py"), said.append)
         assert expected in said[-1], said
     line = text.splitlines().index('    raise NotImplementedError("rewards: your part of make_experience")') + 1
     said = []
-    exercise.check_blank("rewards", exercise.load("exercise.py", text, "rewards"), "exercise.py", said.append)
+    module = exercise.load("exercise.py", text, "rewards")
+    exercise.check_blank("rewards", exercise.try_rules("rewards", module, "exercise.py"), said.append)
     assert f"(exercise.py, line {line})" in said[-1]
+
+
+def test_an_error_of_a_dtype_is_not_called_unwritten():
+    """What PyTorch does not have for masks, which are bool, raises NotImplementedError: pytorch/pytorch#192348."""
+    old = "return centered * torch.rsqrt(variance + 1e-8)"
+    for line in "return x / (mask @ mask.T)", "raise NotImplementedError", 'raise NotImplementedError("not for Bool")':
+        broken, said = broken_rules("whiten", SCRIPT.replace(old, line))
+        assert len(broken) == 8 and f"in masked_whiten:  {line}" in said and exercise.NOT_YET not in said, said
+        assert "NotImplementedError" in said
+
+
+def test_a_recursion_is_shown_in_a_few_lines():
+    broken, said = broken_rules("kl", SCRIPT.replace("logratio = logprobs - ref_logprobs\n    if kind", "return kl_estimate(logprobs, ref_logprobs, kind)\n    if kind"))  # noqa: E501
+    assert len(broken) == 7 and "RecursionError: maximum recursion depth" in said and "more calls" in said
+    assert len(said.splitlines()) < 60
 
 
 @pytest.fixture
@@ -365,6 +382,69 @@ def test_show_compares_the_newest_run_with_a_healthy_one(tmp_path, tool):
     assert tool("show", "objective/x") == (0, "exercise.py has changed since its newest run.\n" + shown)
     (tmp_path / "runs" / "c" / "metrics.jsonl").unlink()
     assert "no run of the healthy script with the same flags: python" in tool("show", "objective/x")[1]
+
+
+SCHEDULE = "def linear_schedule(first, end_fraction, progress):\n    {}\n"
+RIGHT = SCHEDULE.format("return first * (1 - (1 - end_fraction) * min(1.0, progress))")
+
+
+@pytest.mark.parametrize(("text", "seconds", "parts"), [
+    ("while first:\n        progress += 1", 5, [
+        "mine.py has no result after 5 seconds. Is this a loop without an end?", ", in linear_schedule:  "]),
+    ("os._exit(0)", 60, ["mine.py ends the process that checks it, with exit code 0."]),
+    ("os.fork() or time.sleep(999)\n    os._exit(3)", 60, ["ends the process that checks it, with exit code 3."]),
+    ("ctypes.string_at(0)", 60, ["by SIGSEGV.", "  line 2, in linear_schedule:  ctypes.string_at(0)"]),
+])  # fmt: skip
+def test_a_file_that_does_not_end_or_ends_its_process_is_told_apart(tmp_path, monkeypatch, text, seconds, parts):
+    """The rule is named, and those after it are not tried: ucbds-infra/otter-grader#469."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(SCHEDULE.format(text) + "import ctypes, os, time\n")
+    said = []
+    broken = exercise.check_blank("schedule", exercise.try_in_process("schedule", "mine.py", seconds), said.append)
+    assert broken == ["At progress 0 the value is `first`."]
+    assert all(part in said[0] for part in parts) and len(said[0].splitlines()) < 6, said
+    assert said[1] == "\n0 of 5 rules hold. 4 were not tried."
+
+
+def test_a_file_that_cannot_be_loaded_has_no_rules(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text, part in {
+        "import os; os._exit(0)": "ends the process that checks it, with exit code 0.", "nothing": "NameError",
+        "raise SystemExit": "line 1, in <module>:  raise SystemExit", "def f(:": "is no Python program:\n",
+    }.items():  # fmt: skip
+        (tmp_path / "mine.py").write_text(text)
+        with pytest.raises(exercise.Unloadable, match=re.escape(part)):
+            next(exercise.try_in_process("schedule", "mine.py"))
+
+
+def test_ctrl_c_names_the_rule_that_was_tried(tmp_path, tool, monkeypatch):
+    (tmp_path / "exercise.py").write_text(SCHEDULE.format("time.sleep(999)") + "import time\n")
+    wait, waits = exercise.multiprocessing.connection.wait, []
+
+    def interrupted(objects, *rest):
+        waits.append(len(objects))
+        if waits[-1] == 2 and waits.count(2) == 3:  # of a message or the end; two messages come
+            raise KeyboardInterrupt
+        return wait(objects, *rest)
+
+    monkeypatch.setattr(exercise.multiprocessing.connection, "wait", interrupted)
+    code, said = tool("check", "schedule")
+    assert code == 130 and said == "\nStopped. This was tried: At progress 0 the value is `first`.\n"
+
+
+def test_a_file_may_have_any_encoding_that_python_runs(tmp_path, tool):
+    """PEP 263, and the byte-order mark of some editors: mkdocstrings/griffe#386."""
+    file = tmp_path / "exercise.py"
+    for start, encoding, code in [
+        ("", "utf-8-sig", 0), ("# -*- coding: latin-1 -*-\n", "latin-1", 0), ("# coding: cp1252\r\n", "cp1252", 0),
+        ("", "latin-1", 1), ("", "utf-16", 1), ("# coding: klingon\n", "utf-8", 1), ("\0", "utf-8", 1),
+    ]:  # fmt: skip
+        file.write_bytes((start + "# caf\u00e9\n" + RIGHT).encode(encoding))
+        got, said = tool("check", "schedule")
+        assert got == code and ("exercise.py is no Python program:" if code else "All 5 rules hold") in said, said
+    file.write_bytes(b"\xff")
+    assert "now exercise_earlier.py" in tool("blank", "schedule")[1]
+    assert (tmp_path / "exercise_earlier.py").read_bytes() == b"\xff"
 
 
 def write_run(folder, metrics, **config):

@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import errno
-import importlib.util
 import json
 import math
 import os
 import random
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,11 +26,14 @@ import torch
 from environments import TextEnv, gym
 from test_bad_input import refuse
 from test_checkpoints import iterations, newest
+from test_distributed import finish, flags_of, start
 from test_model import CHATML, WEIGHTS, character_tokenizer, edit, random_model, write_tokenizer
 from test_rollout import make_model
-from test_train import SMALL, on_call, record, without_clock
+from test_train import SMALL, assert_same_metrics, on_call, record, without_clock
 from test_transformers import VOCABULARY, hf_folder, load_theirs
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import ppo_llm_continuous_batching as continuous
 
 pytestmark = pytest.mark.shared
 
@@ -37,29 +41,54 @@ pytestmark = pytest.mark.shared
 # --- Signals, flags, plan
 
 
+OTHER_SIGNALS = pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU],
+                                         ids=lambda number: number.name)  # fmt: skip
+
+
 @contextlib.contextmanager
-def imported_again(ppo):
-    spec = importlib.util.spec_from_file_location("ppo_llm", ppo.__file__)
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, ppo_llm=module):
-        spec.loader.exec_module(module)
-        yield module
-
-
-@pytest.mark.parametrize(("handler", "status"), [
-    (lambda *_: None, "interrupted"), (signal.SIG_IGN, "completed"),
-], ids=["terminal", "nohup"])  # fmt: skip
-def test_a_lost_terminal_ends_the_run_after_the_iteration_unless_nohup_says_otherwise(ppo, tmp_path, handler, status):
-    before = signal.signal(signal.SIGHUP, handler)
+def handled_by(number, handler):
+    before = signal.signal(number, handler)
     try:
-        with imported_again(ppo) as module:
-            with on_call(module, "policy_loss", 2, lambda *_: os.kill(os.getpid(), signal.SIGHUP)):
-                seen = record(module, tmp_path)
+        yield
     finally:
-        signal.signal(signal.SIGHUP, before)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == status
-    if status == "interrupted":
-        assert (seen.code, len(seen.rows), iterations(tmp_path / "run")) == (129, 1, [1])
+        signal.signal(number, before)
+
+
+@OTHER_SIGNALS
+def test_a_lost_terminal_or_a_scheduler_ends_the_run_after_the_iteration(ppo, tmp_path, capfd, number):
+    """USR1: slurm's --signal, pytorch-lightning#1455; USR2: submitit#1701; XCPU: a limit of CPU time, every second."""
+
+    def send(*_):
+        assert signal.getsignal(number) != signal.SIG_DFL  # which would end this process
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+
+    with handled_by(number, signal.SIG_DFL), on_call(ppo, "policy_loss", 2, send):
+        seen = record(ppo, tmp_path)
+        assert signal.getsignal(number) == signal.SIG_DFL
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
+    assert (seen.code, len(seen.rows), iterations(tmp_path / "run")) == (128 + number, 1, [1])
+    assert capfd.readouterr().err.count("stopping after this iteration") == 1
+
+
+def fork_has(handlers):
+    """Whether signals have these handlers in a process that is forked."""
+    if not (child := os.fork()):
+        os._exit(any(signal.getsignal(number) != handler for number, handler in handlers.items()))
+    return os.waitpid(child, 0)[1] == 0
+
+
+@OTHER_SIGNALS
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None], ids=["ignored", "handled"])
+def test_signals_that_nohup_or_user_code_has_set_are_left_alone(ppo, number, handler):
+    """In processes that are forked as well."""
+    stop = ppo.StopSignals()
+    with handled_by(number, handler), stop.restore:
+        stop.catch()
+        assert signal.getsignal(number) == handler and signal.getsignal(signal.SIGTERM) == stop.receive
+        assert fork_has({number: handler, signal.SIGTERM: signal.SIG_DFL})
+    with handled_by(signal.SIGTERM, handler):
+        assert fork_has({signal.SIGTERM: handler})  # The run has ended.
 
 
 def test_a_flag_whose_variable_is_unset_is_refused(ppo, tmp_path):
@@ -112,11 +141,66 @@ def test_a_rank_without_a_world_is_refused(ppo, tmp_path, monkeypatch, name):
     refuse(ppo, tmp_path, "only one of the variables RANK and WORLD_SIZE is set: use torchrun")
 
 
+def test_tasks_of_slurm_that_torchrun_has_not_started_are_refused(ppo, tmp_path, monkeypatch):
+    """Each would be a run of its own."""
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    for tasks in "", "1":
+        monkeypatch.setenv("SLURM_NTASKS", tasks)
+        ppo.connect(ppo.Args(device="cpu"))
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    refuse(ppo, tmp_path, "SLURM_NTASKS is 8, but RANK is not set: ", "Let srun start torchrun", "docs/slurm.md")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    ppo.connect(ppo.Args(device="cpu"))
+    monkeypatch.undo()
+    monkeypatch.setenv("SLURM_NTASKS", "8")  # in a shell of salloc, in which one process is started
+    ppo.connect(ppo.Args(device="cpu"))
+
+
+def test_ranks_that_cannot_meet_are_one_line_that_says_what_to_do(ppo, tmp_path):
+    """As without MASTER_ADDR, or where another run has the port (lm-sys/FastChat#2713)."""
+    in_use = mock.Mock(side_effect=ppo.dist.DistNetworkError("EADDRINUSE"))
+    apart = mock.patch.multiple(ppo.dist, is_initialized=lambda: False, init_process_group=in_use)
+    error = r"^cannot join the ranks \(use torchrun, with --standalone .* unset RANK and WORLD_SIZE\): .*EADDRINUSE$"
+    with apart, pytest.raises(ppo.UserError, match=error):
+        ppo.connect(ppo.Args(device="cpu"))
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_meet_end_the_process_with_one_line(ppo, tmp_path):
+    alone = [f"{name}={number}" for name, number in (("RANK", 0), ("WORLD_SIZE", 1))]
+    with socket.create_server(("localhost", 0)) as server:
+        at_port = ["MASTER_ADDR=localhost", f"MASTER_PORT={server.getsockname()[1]}"]
+        for variables, part in ([], "MASTER_ADDR expected"), (at_port, "EADDRINUSE"):
+            command = ["env", *alone, *variables, sys.executable, ppo.__file__, *flags_of()]
+            code, output = finish(start(command, tmp_path), timeout=120)
+            last = output.splitlines()[-1]
+            assert code == 2 and last.startswith("error: cannot join the ranks") and part in last, output
+            assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(("device", "variable", "names"), [("cpu", "CXX", "g++"), ("cuda", "CC", "gcc or clang")])
+def test_compilation_without_a_compiler_is_refused_before_models_are_loaded(ppo, monkeypatch, device, variable, names):
+    compiles = lambda: ppo.configure_torch(ppo.Args(device=device, compile="on", model="A"))
+    monkeypatch.setattr(torch, "_dynamo", mock.Mock(), raising=False)
+    monkeypatch.setattr(torch, "_inductor", mock.Mock(), raising=False)
+    monkeypatch.delenv(variable, raising=False)
+    compiles()
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ppo.UserError, match=f"--compile on: .* needs the compiler {re.escape(names)}, which"):
+        compiles()
+    monkeypatch.setenv(variable, sys.executable)
+    compiles()
+    monkeypatch.setenv(variable, "/nowhere/cc")
+    with pytest.raises(ppo.UserError, match=r"compiler /nowhere/cc, which is not installed: .* or use --compile off"):
+        compiles()
+
+
 # --- The process of the user
 
 
 def test_a_run_on_another_thread_leaves_the_handlers_of_signals_alone(ppo, tmp_path):
-    handlers = lambda: [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+    handlers = lambda: [signal.getsignal(number) for number in ppo.SIGNALS]
     before, seen = handlers(), []
     with on_call(ppo, "rollout", 1, lambda *_: seen.append(handlers())), ThreadPoolExecutor(1) as threads:
         run = threads.submit(record, ppo, tmp_path).result()
@@ -124,24 +208,51 @@ def test_a_run_on_another_thread_leaves_the_handlers_of_signals_alone(ppo, tmp_p
 
 
 class Doubles(TextEnv):
-    """Makes float64 the default, as an import may do."""
+    """Makes float64 the default in `where` it is called, as an import or a computation may do."""
 
-    def __init__(self):
-        torch.set_default_dtype(torch.float64)
+    def __init__(self, where="constructor"):
+        self.where = where
+        self.called("constructor")
+
+    def called(self, where):
+        if where == self.where:
+            torch.set_default_dtype(torch.float64)
+
+    def reset(self, **kwargs):
+        self.called("reset")
+        return super().reset(**kwargs)
+
+    def turn(self, response):
+        self.called("step")
+        return super().turn(response)
 
 
 gym.register("Doubles-v0", entry_point=Doubles)
 
 
 def test_another_default_dtype_changes_nothing(ppo, tmp_path):
-    runs = [record(ppo, tmp_path / name, env_id=f"{name}-v0") for name in ("environments:Plain", "test_field:Doubles")]
+    runs = [record(ppo, tmp_path / "plain", env_id="environments:Plain-v0", sft_steps=1)]
+    for where in "constructor", "reset", "step":
+        flags = dict(env_id="test_field:Doubles-v0", env_kwargs=json.dumps({"where": where}), sft_steps=1)
+        runs.append(record(ppo, tmp_path / where, **flags))
     torch.set_default_dtype(torch.float64)
     try:
-        runs.append(record(ppo, tmp_path / "of the caller"))
+        runs.append(record(ppo, tmp_path / "of the caller", sft_steps=1))
     finally:
         torch.set_default_dtype(torch.float32)
     first, *others = (without_clock(run.rows) for run in runs)
-    assert others == 2 * [first]
+    assert others == 4 * [first]
+
+
+def test_another_default_dtype_while_rows_decode_changes_nothing(tmp_path):
+    """In the second script rewards are computed at the same time."""
+    runs = []
+    for name, dtype in ("single", torch.float32), ("double", torch.float64):
+        decode, prefill = continuous.Slots.decode, continuous.Slots.prefill
+        before = lambda method, dtype=dtype: lambda *args: torch.set_default_dtype(dtype) or method(*args)
+        with mock.patch.multiple(continuous.Slots, decode=before(decode), prefill=before(prefill)):
+            runs.append(record(continuous, tmp_path / name, recompute_old_logprobs=False))
+    assert_same_metrics(runs[0].rows, runs[1].rows)
 
 
 # --- Environments
@@ -227,6 +338,15 @@ def test_a_limit_of_threads_is_an_error_that_says_what_to_do(ppo):
         ppo.env_threads.__wrapped__(8)
 
 
+@pytest.mark.parametrize("error", [errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSYS, errno.ENOSPC])
+def test_a_container_without_shared_memory_is_an_error_that_names_it(ppo, error):
+    """ThreadPool has semaphores (actionless/pikaur#567)."""
+    no_semaphores = mock.patch("_multiprocessing.SemLock", side_effect=OSError(error, os.strerror(error)))
+    message = f"^cannot make the semaphores of a ThreadPool, which are files in /dev/shm: .*{os.strerror(error)}$"
+    with no_semaphores, pytest.raises(ppo.UserError, match=message):
+        ppo.env_threads.__wrapped__(8)
+
+
 def test_the_making_of_environments_shows_its_progress(ppo):
     bar = mock.Mock(side_effect=lambda rows, name: rows)
     with mock.patch.object(ppo, "progress_bar", bar), ppo.make_envs(ppo.Args(rollout_batch_size=5)):
@@ -289,7 +409,7 @@ def test_a_listing_that_lags_behind_is_waited_for(ppo, tmp_path):
     assert iterations(tmp_path) == [0] and ppo.is_complete(newest(tmp_path))
 
 
-LOCK = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB); print(1)"
+LOCK = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB); print(1)"
 
 
 def lock_in_another_process(path, wait="sys.stdin.read()"):
@@ -308,23 +428,35 @@ def test_a_folder_in_which_another_process_runs_is_refused_until_that_is_gone(pp
     assert record(ppo, tmp_path / "runs", resume="auto").summary["status"] == "completed"
 
 
-def test_a_run_locks_its_folder_and_what_a_reward_function_forks_does_not_keep_the_lock(ppo, tmp_path):
-    with mock.patch.object(ppo, "SummaryWriter"):
-        run = ppo.Run(ppo.Args(log_dir=str(tmp_path), run_name="run"), ppo.TrainState())
-    said = lambda: lock_in_another_process(tmp_path / "run" / "lock", wait="pass").communicate()[0]
+@pytest.fixture
+def locked(ppo, tmp_path):
+    """The end of a run that has locked tmp_path/run, and whether another process may lock it now."""
+    end = contextlib.ExitStack()
+    with end, mock.patch.object(ppo, "SummaryWriter"):
+        ppo.Run(ppo.Args(log_dir=str(tmp_path), run_name="run"), ppo.TrainState(), None, end)
+        yield end, lambda: lock_in_another_process(tmp_path / "run" / "lock", wait="pass").communicate()[0] == b"1\n"
+
+
+def test_a_run_locks_its_folder_and_what_a_reward_function_forks_does_not_keep_the_lock(locked):
+    end, may_lock = locked
     if not (child := os.fork()):
         time.sleep(100)
         os._exit(0)
-    refused = said()
-    run.locked.close()  # as at the end of the process
-    assert (refused, said()) == (b"", b"1\n")
+    assert not may_lock()
+    end.close()
+    assert may_lock()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    run.close("completed")
+
+
+def test_a_run_whose_folder_its_own_process_copies_keeps_the_lock(locked, tmp_path):
+    """As a reward function may do (r-lib/fslock#6, haskell/unix#44)."""
+    shutil.copytree(tmp_path / "run", tmp_path / "backup")
+    assert not locked[1]()
 
 
 def test_a_disk_without_locks_will_do(ppo, tmp_path):
-    with mock.patch.object(ppo.fcntl, "lockf", side_effect=OSError(errno.ENOLCK, "No locks available")):
+    with mock.patch.object(ppo.fcntl, "flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
         assert record(ppo, tmp_path).summary["status"] == "completed"
 
 

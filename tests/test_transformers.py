@@ -146,6 +146,33 @@ def test_the_training_forward_has_log_probs_entropies_and_gradients_of_transform
         assert (gradient - p.grad).norm() <= 1e-5 * p.grad.norm()
 
 
+@pytest.mark.parametrize("start", ["", "\n", "  ", "  {# why #}\n", "{#- why -#}\n ", "\n{%- set x = 1 %}\n", " {% if x %}{% endif %}"])  # noqa: E501
+def test_prompts_are_the_text_of_transformers_however_a_template_begins(ppo, start):
+    """marin-community/marin#971, huggingface/swift-transformers#322, pallets/jinja#1372"""
+    tokenizer = ppo.HFTokenizer("a", hf_tokenizer())
+    tokenizer.hf.chat_template = start + "{{ 'Chat: ' }}" + CHATML
+    theirs = tokenizer.hf.apply_chat_template(chat([("user", "a")]), tokenize=False, add_generation_prompt=True)
+    assert tokenizer.render(ppo.as_messages("a")) == theirs and theirs.endswith("assistant\n")
+
+
+def test_a_template_that_writes_the_date_gets_one_that_stays_in_the_format_that_it_asks_for(ppo):
+    tokenizer = ppo.HFTokenizer("a", hf_tokenizer())
+    for call, date in ("'%d %b %Y'", "26 Jul 2024"), ("'%Y'", "2024"), ("format='%F %H:%M'", "2024-07-26 00:00"):
+        template = "{% if strftime_now is defined %}{{ strftime_now(" + call + ") }}: {{ messages[0].content }}{% endif %}"  # noqa: E501
+        tokenizer.hf.chat_template = template
+        assert tokenizer.render(ppo.as_messages("ab")) == f"{date}: ab" and tokenizer.hf.chat_template == template
+
+
+def test_a_template_for_tools_is_used_where_the_arguments_have_tools(ppo):
+    """As in transformers. A tokenizer may have several templates, by name."""
+    tokenizer = ppo.HFTokenizer("a", hf_tokenizer())
+    tokenizer.hf.chat_template = dict(default="plain", tool_use="{{ tools[0].name }}")
+    texts = []
+    for tokenizer.template_kwargs in "{}", '{"tools": [{"name": "search"}]}':
+        texts.append(tokenizer.render(ppo.as_messages("a")))
+    assert texts == ["plain", "search"]
+
+
 def test_the_embedded_model_and_its_tokenizer_load_in_transformers(ppo, tmp_path):
     tokenizer, ours = ppo.embedded_model(ppo.Args(max_prompt_tokens=16, max_new_tokens=8), ppo.SortDigits())
     ppo.save_hf_checkpoint(ours, tokenizer, tmp_path)
