@@ -2226,7 +2226,7 @@ def start_threads(count: int) -> ThreadPool:
     with attempt(f"start {count} threads for environments: see ulimit -u, or --rollout-slots"):
         try:
             threads = ThreadPool(count, set_up_thread, (False,))
-        except OSError as error:  # of a semaphore
+        except OSError as error:
             raise UserError(
                 "cannot make the semaphores of a ThreadPool, which are files in /dev/shm: it must "
                 f"exist, be writable, and have space left: {type(error).__name__}: {error}"
@@ -2778,7 +2778,7 @@ progress_bar = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 
 
 def print0(text: str):
     if RANK == 0:
-        # Where stdout is not UTF-8, letters that it lacks are written as \xe9.
+        # Letters that the encoding of stdout lacks are written in ASCII, as in \xe9.
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         with contextlib.suppress(OSError, ValueError):  # stdout may be closed.
             print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -3516,7 +3516,7 @@ class Run:
         # A process that a reward function forks would keep the lock for as long as it lives.
         os.register_at_fork(after_in_child=file.close)
         try:
-            # Not lockf: that lock is lost when user code reads the file, as in a copy of the folder.
+            # A lock of lockf would be lost when user code reads the file, as in a copy of the folder.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             message = f"another process runs in {self.path}: choose another --run-name"
