@@ -472,10 +472,11 @@ def _(ppo):
     same(given, 2.0, loss, "loss")
 
 
-@rule("value", "With a clip, a value that moved further than `clip` from the old one is cut there.")
+@rule("value", "With a clip, a value that moved further than `clip` from the old one, up or down, is cut there.")
 def _(ppo):
-    given, loss = value_case(ppo, [1.0], [0.0], [1.0], clip=0.5)  # it has reached its target, and is pulled no further
-    same(given, 0.125, loss, "loss")
+    for value in 1.0, -1.0:  # it has reached its target, and is pulled no further
+        given, loss = value_case(ppo, [value], [0.0], [value], clip=0.5)
+        same(given, 0.125, loss, "loss")
 
 
 @rule("value", "A clip of 0 is a clip: the value stays at the old one.")

@@ -182,6 +182,13 @@ def test_a_prompt_of_a_file_that_is_too_long_is_found_before_the_run(ppo, tmp_pa
     refuse(ppo, tmp_path, "--max-prompt-tokens 16: the prompt 'abab", env_id="Prompts-v0", num_iterations=0, **flags)
 
 
+def test_a_prompt_of_several_messages_that_is_too_long_has_the_tokens_of_all(ppo):
+    messages = [{"role": "system", "content": "abc"}, {"role": "user", "content": "de"}]
+    env = types.SimpleNamespace(reset=lambda seed: (messages, {}))
+    with pytest.raises(ppo.UserError, match="--max-prompt-tokens 4: the prompt 'de' has 5 tokens"):
+        ppo.Episode(0).begin(env, ppo.HFTokenizer.from_texts(["abcde"]), ppo.Args(max_prompt_tokens=4))
+
+
 @pytest.mark.parametrize(("env_id", "kwargs", "part"), [
     ("SortDigit-v0", "{}", "SortDigit"), ("no_such_module:Env-v0", "{}", "no_such_module"), ("GSM8K-v0", "{}", "path"),
     ("SortDigits-v0", '{"split": "train"}', "split"), ("SortDigits-v0", "[1]", "[1]"), ("SortDigits-v0", "{5}", "JSON"),

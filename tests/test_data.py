@@ -205,6 +205,16 @@ def test_results_of_a_reward_function(ppo, tokenizer, tmp_path, result, expected
     assert (episode.rewards[-1], episode.success, episode.metrics) == expected
 
 
+def test_a_reward_function_may_change_its_row(ppo, tmp_path):
+    """The next sample of the prompt gets the row of the file again."""
+    env = prompts_of(ppo, tmp_path, lambda prompt, response, row: row["answers"].pop() == "x", answers=["x"])
+    other = prompts_of(ppo, tmp_path, env.reward, answers=["x"])
+    for _ in range(2):
+        for each in env, other:
+            each.reset(seed=0)
+            assert each.step("b")[1] is True
+
+
 def test_functions_with_another_signature_are_refused(ppo, tmp_path):
     """Not called with a row as ground truth."""
     verl = lambda data_source, solution_str, ground_truth, extra_info=None: 1.0

@@ -107,6 +107,14 @@ def test_fault_in_the_loop_is_named_once(ppo, tmp_path, name):
     assert len(printed) == (cause is not None) and all(f"ratio: {cause}: " in text for text in printed)
 
 
+def test_a_stop_by_target_kl_after_a_warm_up_is_told_from_it(ppo, tmp_path):
+    """Neither iteration has a step of the actor."""
+    far = changed(ppo.policy_loss, lambda result: (result[0], result[1] | {"approx_kl": result[1]["approx_kl"] + 1}))
+    with mock.patch.object(ppo, "policy_loss", far):
+        run = record(ppo, tmp_path, critic_warmup_iterations=1, target_kl=0.5)
+    assert [row["ratio/diagnosis"] for row in run.rows] == ["critic_warmup", "kl_early_stop"]
+
+
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_first_ratio_of_the_run_that_is_not_1_ends_it(ppo, tmp_path, name):
     with pytest.raises(ppo.UserError, match="the first ratio of the run is not 1"):

@@ -68,6 +68,8 @@ WRONG = {
         ("value_loss_without_half", "half the square"),
         ("value_clip_by_min", "The larger of"),
         ("values_clipped_around_returns", "moved further than"),
+        ("values_that_fall_are_not_clipped", "up or down"),
+        ((".clamp(-clip, clip)", ".clamp(min=-clip)"), "up or down"),
         (("if clip is not None:", "if clip:"), "A clip of 0"),
         (("loss = 0.5 * losses.sum() / denom", "loss = 0.5 * losses.sum() / mask.sum()"), "divided by `denom`"),
         (("values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))",

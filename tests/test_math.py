@@ -124,6 +124,13 @@ def test_value_loss_equals_a_loop_over_tokens(ppo, clip):
         close(value, sums[name] / 9, 1e-5)
 
 
+def test_values_that_rise_and_values_that_fall_are_clipped(ppo):
+    """Both have reached their returns, and are 0.8 away from them where the clip holds them."""
+    values = torch.tensor([[-1.0, 1.0]])
+    loss, _ = ppo.value_loss(values, 0 * values, values, values != 0, 0.2, 2)
+    close(loss, 0.5 * 0.8**2)
+
+
 def test_an_empty_mask_gives_loss_zero_and_huge_log_ratios_finite_losses(ppo):
     empty, x = torch.zeros(2, 3, dtype=torch.bool), torch.full((2, 3), math.nan)
     assert ppo.policy_loss(x, x, x, empty, 0.2, 0.2, None, 1)[0] == 0 and ppo.value_loss(x, x, x, empty, 0.2, 1)[0] == 0

@@ -548,6 +548,15 @@ def test_the_plan_says_when_evaluations_use_the_prompts_of_training(ppo, tmp_pat
         assert ("on other seeds, but on the prompts of training: see --eval-env-kwargs" in plan) == said
 
 
+def test_the_plan_counts_the_steps_of_a_warm_up(ppo, capsys):
+    """3 iterations of 4 steps, of which the first makes none of the actor."""
+    args = ppo.fill_in_defaults(ppo.Args(**SMALL | dict(num_iterations=3, critic_warmup_iterations=1)))
+    ppo.print_plan(args, ppo.plan_steps(args), [types.SimpleNamespace(unwrapped=None)], [])
+    said = capsys.readouterr().out
+    assert "3 iterations: 8 steps of the actor, 12 of the critic\n" in said
+    assert "warm-up    1 iterations without steps of the actor" in said
+
+
 def test_attributes_of_other_kinds_than_ours_mean_something_else(ppo, capsys):
     """Such as the number of rows of a board, or a method."""
     args = ppo.fill_in_defaults(ppo.Args(**SMALL))

@@ -109,6 +109,15 @@ def test_folders_of_transformers_load_here_and_exports_load_there(ppo, tmp_path,
     torch.testing.assert_close(values[[0, 1], [-1, 11]], classifier(tokens).logits[:, 0], rtol=0, atol=1e-4)
 
 
+@torch.no_grad()
+def test_norms_have_the_epsilon_of_the_configuration(ppo, tmp_path):
+    """Those of queries and keys as well. An epsilon as small as all families have would not show."""
+    folder = hf_folder(tmp_path, "qwen3, several files", rms_norm_eps=0.1)
+    tokens = torch.randint(3, VOCABULARY, (2, 20))
+    ours, theirs = ppo.load_hf_checkpoint(folder)[0], load_theirs(folder)[0]
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("rope", [
     dict(rope_type="linear", factor=4.0), dict(rope_type="dynamic", factor=4.0),
     dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
