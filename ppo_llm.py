@@ -132,6 +132,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import chat_template_utils
 
 # ########################################## Part I: PPO ##########################################
 
@@ -1632,8 +1633,15 @@ def write_json(path: Path, content: dict):
     write_file(path, json.dumps(content, indent=2).encode())
 
 
-# Some templates write the date. A resumed run must have the same prompts, so it is always this one.
-FIXED_DATE = datetime.datetime(2024, 7, 26)
+class FixedDate(datetime.datetime):
+    """Some chat templates write today's date. A resumed run must have the same prompts."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2024, 7, 26)
+
+
+chat_template_utils.datetime = FixedDate  # `strftime_now` in a template calls it
 
 
 class HFTokenizer:
@@ -1700,7 +1708,6 @@ class HFTokenizer:
                 chat_template=self.hf.get_chat_template(tools=kwargs.get("tools")),
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                strftime_now=FIXED_DATE.strftime,  # A variable of this name hides the function.
                 **kwargs,
             )
 

@@ -112,7 +112,7 @@ def test_samplers_without_an_actor_get_the_buffers_of_other_families(patched, la
     """any_model.patch has rotary frequencies in buffers, which no checkpoint contains."""
     alone = launch(patched("any_model"), 1, ("run", CRITIC, None)) / "run"
     folder = launch(patched("any_model,critic_ranks"), 2, ("run", CRITIC | dict(critic_ranks=1), None))
-    assert_same_metrics(lines(folder / "run"), lines(alone), 1e-5)
+    same_run(folder / "run", alone)  # with the critic, which another rank than 0 exports
 
 
 ROUNDED = """
