@@ -23,8 +23,7 @@ SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atte
 MIXED = dict(layer_types=["sliding_attention", "full_attention"])
 LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
               v_head_dim=8)  # fmt: skip
-LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.1] * 4, long_factor=[9.0] * 4,
-                original_max_position_embeddings=128)  # fmt: skip
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.1] * 4, long_factor=[9.0] * 4)
 FAMILIES = {  # name: (model_type, changes of SIZES). Those of QUICK run in every run of the tests, the others if slow.
     "llama": ("llama", {}),
     "qwen2": ("qwen2", dict(tie_word_embeddings=True)),
@@ -44,7 +43,7 @@ FAMILIES = {  # name: (model_type, changes of SIZES). Those of QUICK run in ever
     "olmo 3": ("olmo3", MIXED),
     "smollm 3": ("smollm3", dict(no_rope_layers=[1, 0])),
     "phi 3": ("phi3", {}),
-    "phi 4 mini": ("phi3", dict(rope_parameters=LONGROPE, sliding_window=None)),
+    "phi 4 mini": ("phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=128, sliding_window=None)),
     "granite": ("granite", dict(logits_scaling=3.0, attention_multiplier=0.2, embedding_multiplier=5.0,
                                 residual_multiplier=0.7)),
     "granite, window and sinks": ("granite_swa", MIXED),
@@ -77,7 +76,7 @@ FAMILIES = {  # name: (model_type, changes of SIZES). Those of QUICK run in ever
     "mimo, heads that differ by layer": ("mimo_v2_flash", MIXED | dict(
         swa_num_key_value_heads=4, v_head_dim=8, swa_head_dim=8, swa_v_head_dim=8)),
 }  # fmt: skip
-QUICK = ["mistral, window", "gemma 3", "gemma 4, keys shared by layers", "qwen3 mixture", "gpt-oss, sinks",
+QUICK = ["mistral, window", "gemma 3", "granite", "gemma 4, keys shared by layers", "qwen3 mixture", "gpt-oss, sinks",
          "opt 350m, narrow embedding"]  # fmt: skip
 NO_CAUSAL = "not causal attention in every layer"
 NO_HEAD = "its head has a bias or a soft cap"
@@ -235,6 +234,18 @@ def test_all_learned_positions_can_be_used(patched, tmp_path, name):
         torch.testing.assert_close(torch.tensor(episode.logprobs)[1:], expected, rtol=0, atol=1e-4)
     args.max_new_tokens += 1
     with pytest.raises(patched.UserError, match=r"33 tokens in sum, but .* takes at most 32"):
+        patched.load_model(str(folder), "lm", args)
+
+
+def test_longrope_is_limited_to_the_length_at_which_its_frequencies_change(patched, tmp_path):
+    folder = tokenizer_folder(patched, checkpoint_of(family_config("phi 4 mini"), tmp_path))
+    args = patched.Args(max_prompt_tokens=64, max_new_tokens=64, device="cpu", dtype="float32", compile="off")
+    _, model = patched.load_model(str(folder), "lm", args)
+    ids = torch.randint(99, (1, 128))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=0, atol=1e-4)
+    args.max_new_tokens += 1
+    with pytest.raises(patched.UserError, match=r"129 tokens in sum, but .* takes at most 128"):
         patched.load_model(str(folder), "lm", args)
 
 

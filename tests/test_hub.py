@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 from test_bad_input import refuse
 from test_distributed import finish, flags_of, start, torchrun
+from test_model import CHATML
 from test_train import record
 from test_transformers import hf_folder
 
@@ -30,13 +31,15 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if "/org/gated" in self.path:
             headers |= {"X-Error-Code": "GatedRepo", "X-Error-Message": "ask the authors for access"}
         elif self.path.startswith("/api/models/org/tiny/"):
-            names = [*(path.name for path in self.folder.iterdir()), *OTHERS]
+            files = (path for path in self.folder.rglob("*") if path.is_file())
+            names = [*(str(path.relative_to(self.folder)) for path in files), *OTHERS]
             content = {"id": "org/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
             if "/tree/" in self.path:  # which newer versions ask for
                 content = [{"type": "file", "path": name, "size": 1, "oid": name} for name in names]
             body = json.dumps(content).encode()
         elif self.path.startswith("/org/tiny/resolve/"):
-            body, headers = (self.folder / name).read_bytes(), headers | {"ETag": f'"{name}"'}
+            path = self.folder / self.path.split("/", 5)[-1]  # of /org/tiny/resolve/REVISION/
+            body, headers = path.read_bytes(), headers | {"ETag": f'"{name}"'}
         else:
             headers |= {"X-Error-Code": "RepoNotFound"}
         self.send_response(200 if body else 403 if "/org/gated" in self.path else 404)
@@ -66,6 +69,31 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     yield Hub
     server.shutdown()
+
+
+def test_a_revision_comes_with_all_that_a_model_needs(ppo, hub, tmp_path, monkeypatch):
+    (hub.folder / "additional_chat_templates").mkdir()
+    (hub.folder / "additional_chat_templates" / "tools.jinja").write_text("with tools")
+    download = functools.partial(ppo.snapshot_download, endpoint=hub.url, cache_dir=tmp_path / "hub")
+    monkeypatch.setattr(ppo, "snapshot_download", download)
+    folder = ppo.locate_model("org/tiny@v1")
+    assert "/api/models/org/tiny/revision/v1" in hub.requests
+    assert not [path for path in hub.requests if path.endswith(OTHERS)]
+    ppo.load_hf_checkpoint(folder)
+    expected, tokenizer = ppo.HFTokenizer(hub.folder), ppo.HFTokenizer(folder)
+    assert tokenizer.hf.chat_template == {"default": CHATML, "tools": "with tools"} == expected.hf.chat_template
+    assert (tokenizer.stop_ids, tokenizer.hf.get_vocab()) == (expected.stop_ids, expected.hf.get_vocab())
+
+
+def test_files_of_the_hub_that_are_downloaded(ppo):
+    """The names that models of the Hub have. Weights in other formats are large."""
+    needed = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+              "special_tokens_map.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
+              "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]  # fmt: skip
+    others = [*OTHERS, "README.md", "model.gguf", "flax_model.msgpack", "onnx/model.onnx", "optimizer.pt",
+              "modeling.py", "consolidated.00.pth", "pytorch_model.bin.index.json", "tf_model.h5"]  # fmt: skip
+    found = huggingface_hub.utils.filter_repo_objects([*others, *needed], allow_patterns=ppo.HUB_FILES)
+    assert sorted(found) == sorted(needed)
 
 
 @pytest.mark.slow

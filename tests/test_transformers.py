@@ -27,7 +27,8 @@ FAMILIES = {
 }
 VOCABULARY = 330  # more than the tokenizer has: real checkpoints have padding rows
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-             max_position_embeddings=256, bos_token_id=None, eos_token_id=2, pad_token_id=0)  # fmt: skip
+             max_position_embeddings=256, bos_token_id=None, eos_token_id=2, pad_token_id=0, rms_norm_eps=0.1,
+             rope_parameters=dict(rope_type="default", rope_theta=3000.0))  # fmt: skip
 chat = lambda turns: [{"role": role, "content": text} for role, text in turns]
 
 
