@@ -5,9 +5,9 @@
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
 #     "torch==2.13.0",
-#     "tokenizers>=0.21,<1",
-#     "transformers>=5.0,<6",
-#     "huggingface_hub>=1.0",
+#     "tokenizers>=0.22.1,<1",
+#     "transformers>=5.4,<6",
+#     "huggingface_hub>=1.5",
 #     "tensorboard>=2.21",
 #     "tyro>=1.0",
 #     "tqdm>=4.66",
@@ -1798,7 +1798,10 @@ def load_config(folder: str) -> PretrainedConfig:
     with attempt(f"use {folder}/config.json"):
         for path in Path(folder).glob("*.json"):
             check_file(path)
-        return check_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+        # Code that comes with a model is not run. By default transformers would ask on the terminal.
+        return check_config(
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
 
 
 def load_hf_checkpoint(path, head="lm") -> tuple[Transformer, PretrainedConfig]:
@@ -2160,7 +2163,7 @@ def start_threads(count: int) -> ThreadPool:
     with attempt(f"start {count} threads for environments: see ulimit -u, or --rollout-slots"):
         try:
             threads = ThreadPool(count, set_up_thread, (False,))
-        except OSError as error:  # of a semaphore
+        except OSError as error:
             raise UserError(
                 "cannot make the semaphores of a ThreadPool, which are files in /dev/shm: it must "
                 f"exist, be writable, and have space left: {type(error).__name__}: {error}"
@@ -2189,12 +2192,14 @@ def as_messages(text) -> list[dict]:
     The result has copies of messages, because an environment may change its own later.
     """
     if isinstance(text, str):
-        return [{"role": "user", "content": text}]
+        text = [{"role": "user", "content": text}]
     if not isinstance(text, list | tuple):
         raise TypeError(f"neither text nor a list of messages: {text!r:.80}")
     for message in text:
-        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
-            raise TypeError(f"{message!r:.80}: role and content must be text")
+        for part in (message["role"], message["content"]):
+            if not isinstance(part, str):
+                raise TypeError(f"{message!r:.80}: role and content must be text")
+            part.encode()  # This raises an error if half of a surrogate pair is in it.
     if not text or text[-1]["role"] == "assistant":
         raise ValueError(
             "there must be a message, and the last one must not be the assistant's, because the "
@@ -2211,6 +2216,7 @@ def checked_reset(env: gym.Env, seed: int) -> tuple[list[dict], dict]:
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"reset must return a tuple (prompt, info), not {result!r:.80}")
         prompt, info = result
+        f"{info.get('demonstration', '')}".encode()  # as in as_messages
         return as_messages(prompt), info
 
 
@@ -2699,7 +2705,8 @@ def attempt(task: str, kind: type[UserError] = UserError) -> Iterator[None]:
     except BaseException as error:  # A reward function may call sys.exit.
         if isinstance(error, dcp.api.CheckpointException):
             error, _ = next(iter(error.failures.values()))  # the error of one rank
-        raise kind(f"cannot {task}: {type(error).__name__}: {error!s:.300}") from error
+        text = " ".join(f"{error}".split())  # in one line
+        raise kind(f"cannot {task}: {type(error).__name__}: {text:.300}") from error
 
 
 # Rank 0 shows it, on a terminal, after a second.
@@ -2708,7 +2715,7 @@ progress_bar = functools.partial(tqdm, leave=False, delay=1.0, disable=RANK > 0 
 
 def print0(text: str):
     if RANK == 0:
-        # Where stdout is not UTF-8, letters that it lacks are written as \xe9.
+        # Letters that the encoding of stdout lacks are written in ASCII, as in \xe9.
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         with contextlib.suppress(OSError, ValueError):  # stdout may be closed.
             print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -3446,7 +3453,7 @@ class Run:
         # A process that a reward function forks would keep the lock for as long as it lives.
         os.register_at_fork(after_in_child=file.close)
         try:
-            # Not lockf: that lock is lost when user code reads the file, as in a copy of the folder.
+            # A lock of lockf would be lost when user code reads the file, as in a copy of the folder.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             message = f"another process runs in {self.path}: choose another --run-name"

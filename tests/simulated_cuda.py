@@ -58,9 +58,9 @@ namespace at { C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, ::Hooks) }
 """
 with tempfile.TemporaryDirectory() as folder:
     library, root = Path(folder, "device.so"), Path(importlib.util.find_spec("torch").origin).parent
-    flags = f"-std=c++20 -w -shared -fPIC -include c10/core/impl/DeviceGuardImplInterface.h -I{root}/include -x c++ -"
-    flags += f" -o {library} -L{root}/lib -ltorch_cpu -lc10 -Wl,-rpath,{root}/lib"
-    subprocess.run(["g++", *flags.split()], input=DEVICE, text=True, check=True)
+    flags = "-std=c++20 -w -shared -fPIC -include c10/core/impl/DeviceGuardImplInterface.h -x c++ -".split()
+    flags += [f"-I{root}/include", f"-L{root}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root}/lib"]
+    subprocess.run(["g++", *flags, "-o", library], input=DEVICE, text=True, check=True)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402

@@ -91,6 +91,7 @@ REFUSED = {
     "mamba": ("MambaForCausalLM: " + NO_CAUSAL, {}),
     "llama4_text": ("Llama4ForCausalLM: " + NO_CAUSAL, {}),  # in chunks
     "diffllama": ("DiffLlamaForCausalLM: " + NO_CAUSAL, {}),  # attention that runs twice
+    "gptj": ("cannot make a gptj with the attention of the script: ", {}),
     "deepseek_v32": ("DeepseekV32ForCausalLM: " + NO_CAUSAL, LATENT),  # a choice of tokens
     "bloom": ("BloomForCausalLM: " + NO_CAUSAL, {}),
     "bert": ("BertLMHeadModel: " + NO_CAUSAL, {}),
@@ -106,9 +107,15 @@ def patched(tmp_path_factory):
     return patched_module(tmp_path_factory.mktemp("any_model"))
 
 
+def config_of(kind, **settings):
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
+    return transformers.AutoConfig.for_model(kind, **settings)
+
+
 def family_config(name):
     kind, changes = FAMILIES[name]
-    return transformers.AutoConfig.for_model(kind, **SIZES | changes)
+    return config_of(kind, **SIZES | changes)
 
 
 def checkpoint_of(config, folder, auto=transformers.AutoModelForCausalLM, **saving):
@@ -132,12 +139,35 @@ def test_a_family_is_that_of_transformers(patched, tmp_path, name):
 def test_what_is_not_computed_is_refused_by_name_before_weights_are_loaded(patched, tmp_path, kind):
     message, changes = REFUSED[kind]
     sizes = SIZES if kind != "gemma3" else {}
-    transformers.AutoConfig.for_model(kind, **sizes | changes).save_pretrained(tmp_path)  # no weights
+    config_of(kind, **sizes | changes).save_pretrained(tmp_path)  # no weights
     shutil.copy(tokenizer_folder(patched, tmp_path / "tokenizer") / "tokenizer.json", tmp_path)
     shutil.copy(tmp_path / "tokenizer" / "tokenizer_config.json", tmp_path)
     args = patched.Args(max_prompt_tokens=9, max_new_tokens=9, device="cpu", dtype="float32", compile="off")
-    with pytest.raises(patched.UserError, match=re.escape(message)):
+    older = f"cannot make a {kind} with the attention of the script: KeyError"  # than what takes any attention
+    with pytest.raises(patched.UserError, match=f"{re.escape(message)}|{older}"):
         patched.load_model(str(tmp_path), "lm", args)
+
+
+def test_a_version_of_transformers_that_requirements_txt_excludes_is_named(patched, tmp_path, monkeypatch):
+    lowest = re.search(r"^transformers>=([\d.]+),", (ROOT / "requirements.txt").read_text(), re.M)[1]
+    family_config("qwen3").save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers.utils, "__version__", lowest)
+    patched.load_config(str(tmp_path))
+    monkeypatch.setattr(transformers.utils, "__version__", "5.3.0")
+    with pytest.raises(patched.UserError, match=f"a minimum version of {lowest}, but the version found is 5.3"):
+        patched.load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind, auto", [("t5", "AutoModelForCausalLM"), ("granite", "AutoModelForSequenceClassification")])  # noqa: E501
+def test_a_model_that_only_code_of_its_own_makes_is_refused_at_once(patched, tmp_path, monkeypatch, kind, auto):
+    """The configuration is one of transformers. Of Granite it has no classifier."""
+    config = family_config("granite") if kind == "granite" else transformers.AutoConfig.for_model(kind)
+    config.auto_map = {auto: "modeling_new.NewModel"}
+    config.save_pretrained(tmp_path)
+    safetensors.torch.save_file({}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("It asks."))
+    with pytest.raises(patched.UserError, match="contains custom code which must be executed"):
+        patched.load_hf_checkpoint(tmp_path, "scalar")
 
 
 def tokenizer_folder(ppo, folder):
@@ -275,6 +305,7 @@ def test_what_config_json_asks_of_a_forward_pass_is_set_aside_but_exported(patch
 
 def fp8_folder(folder):
     """A checkpoint in FP8, and the model that it stands for."""
+    pytest.importorskip("transformers.integrations.finegrained_fp8")  # Older versions import triton there.
     config = transformers.AutoConfig.for_model("qwen3", **SIZES | dict(hidden_size=128, num_attention_heads=16))
     model = randomised(transformers.AutoModelForCausalLM.from_config(config))
     model.save_pretrained(folder)

@@ -95,7 +95,7 @@ def test_main_prints_one_line_and_before_it_the_traceback_if_there_is_code_of_th
 def test_help_shows_the_defaults_that_depend_on_the_model(ppo, capsys):
     with mock.patch.object(sys, "argv", [ppo.__file__, "--help"]), pytest.raises(SystemExit):
         main(ppo)
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())  # without the frame, which tyro may draw
     for without, with_model in ppo.DEFAULTS_BY_MODEL.values():
         shown = f"default: {with_model:g} if --model is given, else {without:g}"
         assert shown.replace("e-0", "e-").replace("0.0005", "5e-4") in text
@@ -322,6 +322,39 @@ def test_model_whose_config_does_not_fit(ppo, tmp_path, part, changes):
     config = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps(config))
     refuse(ppo, tmp_path, path, part, model=str(path), max_prompt_tokens=16, max_new_tokens=8)
+
+
+def test_code_that_comes_with_a_model_is_refused_at_once(ppo, tmp_path):
+    """In one line, and without a question on the terminal."""
+    auto_map = {"AutoConfig": "configuration_new.NewConfig"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "new", "auto_map": auto_map}))
+    with mock.patch("builtins.input", return_value="n") as ask, pytest.raises(ppo.UserError) as error:
+        ppo.load_config(str(tmp_path))
+    assert not ask.called
+    assert "contains custom code which must be executed" in str(error.value) and "\n" not in str(error.value)
+
+
+HALF = "\ud83d"  # of a surrogate pair
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": HALF}, {"messages": [{"role": "user", "content": HALF}]}, {"messages": [{"role": HALF, "content": "a"}]},
+])  # fmt: skip
+def test_half_a_surrogate_pair_in_a_file_is_an_error_with_its_line(ppo, tmp_path, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{PROMPT}\n{json.dumps(row)}\n")
+    refuse(ppo, tmp_path, f"cannot use line 2 of {path}", "surrogates not allowed", env_id="Prompts-v0",
+           env_kwargs=json.dumps({"path": str(path), "reward": "environments:length"}))  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt, demonstration, answer", [(HALF, "", ""), ("a", HALF, ""), ("a", "", HALF)])
+def test_half_a_surrogate_pair_of_an_environment_is_an_error_with_its_seed(ppo, prompt, demonstration, answer):
+    info = {"demonstration": demonstration}
+    env = types.SimpleNamespace(reset=lambda seed: (prompt, info), step=lambda _: (answer, 0.0, False, False, {}))
+    tokenizer, episode = ppo.HFTokenizer.from_texts(["ab"]), ppo.Episode(7)
+    with pytest.raises(ppo.UserError, match=r"with seed 7: .*surrogates not allowed"):
+        ppo.play_turn(ppo.Episode.begin, episode, env, tokenizer, ppo.Args(max_prompt_tokens=9))
+        ppo.play_turn(ppo.Episode.end_turn, episode, env, 1, tokenizer, ppo.Args(max_new_tokens=9))
 
 
 JUDGE = """

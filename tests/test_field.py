@@ -231,13 +231,15 @@ gym.register("Doubles-v0", entry_point=Doubles)
 
 
 def test_another_default_dtype_changes_nothing(ppo, tmp_path):
-    runs = [record(ppo, tmp_path / "plain", env_id="environments:Plain-v0", sft_steps=1)]
+    model = record(ppo, tmp_path / "model", num_iterations=1).folder / "model"
+    flags = dict(model=str(model), max_prompt_tokens=16, actor_lr=1e-3, sft_steps=1)
+    runs = [record(ppo, tmp_path / "plain", env_id="environments:Plain-v0", **flags)]
     for where in "constructor", "reset", "step":
-        flags = dict(env_id="test_field:Doubles-v0", env_kwargs=json.dumps({"where": where}), sft_steps=1)
-        runs.append(record(ppo, tmp_path / where, **flags))
+        kwargs = json.dumps({"where": where})
+        runs.append(record(ppo, tmp_path / where, env_id="test_field:Doubles-v0", env_kwargs=kwargs, **flags))
     torch.set_default_dtype(torch.float64)
     try:
-        runs.append(record(ppo, tmp_path / "of the caller", sft_steps=1))
+        runs.append(record(ppo, tmp_path / "of the caller", **flags))
     finally:
         torch.set_default_dtype(torch.float32)
     first, *others = (without_clock(run.rows) for run in runs)

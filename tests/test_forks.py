@@ -132,7 +132,7 @@ def test_pairs_apply_and_compile_but_for_those_of_the_guide(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if "vllm" not in pair], ids="+".join)  # see test_vllm.py
 def test_pairs_train(pair, tmp_path):
     _, rows, _ = run(",".join(pair), tmp_path)
     assert len(rows) == 2 and rows[0]["actor/grad_norm"] > 0
