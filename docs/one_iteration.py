@@ -121,7 +121,7 @@ def main():
         check(mine, loss)
         print(f"sum / {n_tokens} tokens = {number(float(mine), 4)}")
 
-    for epoch, ((new, old, *_), loss) in enumerate(value_calls, start=1):
+    for epoch, ((new, old, *_), (loss, _)) in enumerate(value_calls, start=1):
         order = torch.cdist(e.values, old).argmin(1)
         values = new.detach()[order]
         show(f"critic, epoch {epoch}: values", values, mask)
