@@ -24,6 +24,7 @@ import torch
 import transformers
 from conftest import ROOT
 from test_checkpoints import assert_same, train
+from test_distributed import assert_same_tokens
 from test_train import SMALL, lines, record
 
 import ppo_llm
@@ -270,17 +271,6 @@ def test_five_ranks_write_the_file_of_one(ppo, tmp_path):
     distributed_worker.run(ppo, tmp_path, "one", flags)
     distributed_worker.run_on_ranks(ppo, tmp_path, 5, ("five", flags, None))
     assert_same_tokens(tmp_path / "five", tmp_path / "one")
-
-
-def assert_same_tokens(folder, other, after=0):
-    """From iteration `after` on, the same but for rounding."""
-    rows, others = ([row for row in lines(x, "tokens") if row["iteration"] >= after] for x in (folder, other))
-    assert len(rows) == len(others) > 0
-    for a, b in zip(rows, others, strict=True):
-        assert {k: x for k, x in a.items() if k not in ("tensors", "reward")} == {
-            k: x for k, x in b.items() if k not in ("tensors", "reward")}  # fmt: skip
-        for name in a["tensors"].keys() | b["tensors"].keys():
-            assert a["tensors"][name] == pytest.approx(b["tensors"][name], rel=1e-3, abs=1e-4), name
 
 
 # --- Special tokens within a response
@@ -705,7 +695,8 @@ def test_it_is_readable_without_red_and_green_without_colour_dark_and_narrow(bro
         cell = page.all(f"#numbers tr[data-by='advantages'] td[data-i='{i}']")[0]
         page.driver.execute_script("arguments[0].textContent = ''", cell)
         picture = image.open(io.BytesIO(cell.screenshot_as_png)).convert("RGB")
-        return torch.tensor(list(picture.crop((2, 2, picture.width - 2, picture.height - 3)).getdata())).float()
+        inner = picture.crop((2, 2, picture.width - 2, picture.height - 3))
+        return torch.tensor([*inner.tobytes()]).view(-1, 3).float()
 
     for scheme in "light", "dark":
         emulate("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
