@@ -199,7 +199,7 @@ def warnings(rows: list[dict], args: dict, manual: dict) -> list[str]:
             above = mean > limit
             where = f"{mean:.3g} in the last {len(last)} iterations" if len(last) > 1 else f"{mean:.3g}"
         if above:
-            texts = manual["signs"].get(name) or [f"it is the {manual['meanings'].get(name, '?')}"]
+            texts = manual["signs"].get(name) or [f"It is the {manual['meanings'].get(name, '?')}"]
             found.append(f"{name} is {where}. {' '.join(texts)}.")
     return found
 
