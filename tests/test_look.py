@@ -71,10 +71,12 @@ def test_pieces_of_any_ids_join_to_the_whole_text(ppo, kind):
     """Also of ids that are no UTF-8, or that end within a character. DecodeStream raises for some of them."""
     tokenizer, rng = kind(ppo), random.Random(0)
     whole = lambda ids: tokenizer.backend.decode(ids, skip_special_tokens=False)
-    for _ in range(100):
-        ids = rng.choices(range(tokenizer.vocab_size), k=30)
+    words = tokenizer.encode("the sum is 42. ")
+    for n in range(100):  # Long texts are divided.
+        ids = rng.choices(range(tokenizer.vocab_size), k=2 * n) + 9 * words
+        rng.shuffle(ids)
         pieces = tokenizer.pieces(ids)
-        assert "".join(pieces) == whole(ids) and len(pieces) == 30
+        assert "".join(pieces) == whole(ids) and len(pieces) == len(ids)
     assert tokenizer.pieces([]) == []
     assert tokenizer.pieces([tokenizer.vocab_size + 9, tokenizer.eos_id])[0] == ""  # an id without a token
 
@@ -87,6 +89,7 @@ def test_the_last_token_of_a_character_has_it(ppo, kind):
     pieces = tokenizer.pieces(ids)
     assert "".join(pieces) == text + tokenizer.hf.eos_token and len(pieces) == len(ids)
     assert {"\u4f60", "\u597d", "\U0001f44b", "\U0001f3fd", tokenizer.hf.eos_token} <= {*pieces}
+    assert "".join(pieces) * 9 == "".join(tokenizer.pieces(9 * ids)) or kind is byte_fallback
     ids = tokenizer.encode("\u4f60\u597d")
     n = len(tokenizer.encode("\u4f60"))  # with the space that some tokenizers put before a text
     assert tokenizer.pieces(ids) == [*[""] * (n - 1), "\u4f60", *[""] * (len(ids) - n - 1), "\u597d"] and n > 1
