@@ -767,6 +767,10 @@ def test_old_runs_and_samples_with_a_gap_and_forks_have_a_page(browser, folder, 
     assert page.row("mine")[first] == "nan"
     page.all(f"article[data-k='0'] [data-i='{first}']")[0].click()
     assert f"token {first + 2}, id {sample['ids'][first]}, trained on" in page.text("#said")
+    curves = page.all("figure[data-metric='objective/reward'] path")  # of both runs, with different dashes
+    assert len({curve.value_of_css_property("stroke-dasharray") for curve in curves}) == len(curves) == 2
+    page.all("#runs button")[1].click()
+    assert page.text("h1") == "old" and "no tokens.jsonl" in page.text("#help")
     assert not page.errors()
 
 
