@@ -14,12 +14,13 @@ interrupted and repeated, and runs of several days add up. A line counts as long
 run is the syntax tree of both scripts, without comments, docstrings and the texts of errors, of the patched script, and
 of the files that the row names. After each run the command writes table.md anew, from the newest line of each run.
 
-After a change that should not change results, `carry` makes the first iterations of the run with seed 1 of each variant,
-with the row's own schedule, stopped and resumed in between. It makes them with the code of the earlier line as well,
-from its commit, unless that line has their fingerprints. A fingerprint is a hash of an iteration's metrics, to the last
-bit, and of its logged responses. If all of them agree, the lines of all seeds count for the new code too, and name the
-commit of their run. If not, `carry` says which iteration differs, and the runs must be made again. So must rows that
-measure time, runs of TRL, and the rows "pages", "faults" and "preferences", whose runs are no single training.
+After a change that should not change results, `carry` makes the first iterations of the run with seed 1 of each
+variant, with the row's own schedule, stopped and resumed in between. It makes them with the code of the earlier line
+as well, from its commit, unless that line has their fingerprints. A fingerprint is a hash of an iteration's metrics,
+to the last bit, and of its logged responses. If all of them agree, the lines of all seeds count for the new code too,
+and name the commit of their run. If not, `carry` says which iteration differs, and the runs must be made again. So
+must rows that measure time, runs of TRL, and the rows "pages", "faults" and "preferences", whose runs are no single
+training.
 
 --jobs runs (default 2) are made at a time, each on one thread. Rows that measure time come last. Their runs are made
 one at a time, and wait until the processor is idle. --model-dir, or the variable MODEL_DIR, is the folder that
@@ -983,7 +984,7 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
     lines, wanted, complete = read_table(), {}, True
     for job in jobs_of(names, seeds=[1], model_dir=model_dir):
         old = last_line(job, lines)
-        if old is None or old["code"] == job.code or ROWS[job.row].alone and job.row != "ranks":
+        if old is None or old["code"] == job.code or (ROWS[job.row].alone and job.row != "ranks"):
             continue
         if job.run.make in ("sums_with_trl", "made_again", "planted_faults", "preferences"):
             print(f"{job.row}, {job.variant}: has no first iterations to compare, so it must be made again")
@@ -1017,7 +1018,8 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
                 complete = False
                 continue
             print(f"{job.row}, {job.variant}: {count} iterations are those of {old['commit']}", flush=True)
-            of_seeds = [dataclasses.replace(job, seed=seed + 1) for seed in range(max(row.seeds for row in ROWS.values()))]
+            most = max(row.seeds for row in ROWS.values())
+            of_seeds = [dataclasses.replace(job, seed=seed + 1) for seed in range(most)]
             for line in filter(None, (last_line(each, lines) for each in of_seeds)):
                 if line["code"] == old["code"]:
                     more = {"fingerprints": now} if line["seed"] == 1 else {}

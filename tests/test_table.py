@@ -209,7 +209,7 @@ def test_rows_without_first_iterations_are_not_carried(tmp_path, monkeypatch, ca
 
 SMALL = "--num-iterations 3 --rollout-batch-size 16 --train-batch-size 8 --sft-steps 3 --eval-episodes 2"
 CHANGES = {  # of the scripts: what must differ, (old, new)
-    "a learning rate": (1, ("lr = linear_schedule(args.actor_lr, args.lr_end", "lr = (1 + 1e-6) * linear_schedule(args.actor_lr, args.lr_end")),
+    "a learning rate": (1, ("args.actor_lr, args.lr_end,", "args.actor_lr * (1 + 1e-6), args.lr_end,")),
     "the noise": (0, ("keys ^ 0x5851F42D", "keys ^ 0x5851F42E")),
     "a stop id": (0, ("self.stop_ids = torch.tensor(stop_ids,", "self.stop_ids = torch.tensor([*stop_ids, 5],")),
     "nothing": (None, ("", "")),
