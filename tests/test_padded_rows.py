@@ -116,11 +116,11 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(padded, tmp_path):
         padded.load_hf_checkpoint(folder)
 
 
-@pytest.mark.parametrize("kind", slow_but(QUICK, ["qwen3_next", "lfm2", "falcon_h1", "mamba", *QUICK]))
+@pytest.mark.parametrize("kind", slow_but(QUICK, ["qwen3_next", "lfm2", "mamba", "glm4_moe", *QUICK]))
 def test_training_with_a_stand_in_for_vllm(tmp_path, kind):
     """In every iteration the first ratio is exactly 1, which `run` asserts, and the sampler has the actor's weights."""
     tokenizer = tokenizer_folder(ppo_llm, tmp_path / "in")
-    config = config_of(kind, **SIZES | FAMILIES[kind] | dict(vocab_size=40, eos_token_id=1))
+    config = config_of(kind, **SIZES | FAMILIES.get(kind, {}) | dict(vocab_size=40, eos_token_id=1))
     flags = flags_of(str(checkpoint_of(config, tokenizer)), max_prompt_tokens=16, actor_lr=5e-3, critic_lr=1e-3)
     _, rows, folder = run("any_model,vllm", tmp_path, **flags | dict(micro_batch_tokens=40))
     assert len(rows) == 2 and all(row["debug/sampler_trainer_logprob_diff"] < 1e-5 for row in rows)
