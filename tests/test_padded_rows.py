@@ -1,5 +1,6 @@
 """forks/any_model.patch with forks/vllm.patch: families that the script's cache cannot serve run on padded rows."""
 
+import re
 import shutil
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from check_model import differences, patched_module
-from conftest import slow_but
+from conftest import ROOT, slow_but
 from test_any_model import (
     NO_CAUSAL,
     NO_HEAD,
@@ -131,3 +132,8 @@ def test_training_with_a_stand_in_for_vllm(tmp_path, kind):
     _, whole, _ = run("any_model,vllm", tmp_path, **flags)  # in one microbatch
     for name in ("actor/grad_norm", "critic/grad_norm", "objective/reward"):
         assert whole[0][name] == pytest.approx(rows[0][name], rel=1e-4), name
+
+
+def test_the_page_lists_the_families_that_are_tested():
+    page = (ROOT / "docs" / "other_models.md").read_text()
+    assert sorted(re.findall(r"^\| [^|]+ \| `(\w+)` \|$", page, re.M)) == sorted(FAMILIES)
