@@ -82,7 +82,7 @@ FAMILIES = {  # name: (model_type, changes of SIZES). Those of QUICK run in ever
 QUICK = ["mistral, window", "gemma 2, two soft caps", "gemma 3", "granite", "gemma 4, keys shared by layers",
          "qwen3 mixture", "gpt-oss, sinks", "opt 350m, narrow embedding"]  # fmt: skip
 NO_CAUSAL = "not causal attention in every layer"
-NO_HEAD = "its head has a bias, or is of an unknown form"
+NO_HEAD = "its head has a bias or an unknown form"
 REFUSED = {
     "phi": ("PhiForCausalLM: " + NO_HEAD, {}),
     "qwen3_next": ("Qwen3NextForCausalLM: " + NO_CAUSAL, {}),

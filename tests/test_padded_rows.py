@@ -1,5 +1,6 @@
 """forks/any_model.patch with forks/vllm.patch: families that the script's cache cannot serve run on padded rows."""
 
+import re
 import shutil
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from check_model import differences, patched_module
-from conftest import slow_but
+from conftest import ROOT, slow_but
 from test_any_model import (
     NO_CAUSAL,
     NO_HEAD,
@@ -116,11 +117,11 @@ def test_a_model_whose_tokens_see_later_ones_is_refused(padded, tmp_path):
         padded.load_hf_checkpoint(folder)
 
 
-@pytest.mark.parametrize("kind", slow_but(QUICK, ["qwen3_next", "lfm2", "falcon_h1", "mamba", *QUICK]))
+@pytest.mark.parametrize("kind", slow_but(QUICK, ["qwen3_next", "lfm2", "mamba", "glm4_moe", *QUICK]))
 def test_training_with_a_stand_in_for_vllm(tmp_path, kind):
     """In every iteration the first ratio is exactly 1, which `run` asserts, and the sampler has the actor's weights."""
     tokenizer = tokenizer_folder(ppo_llm, tmp_path / "in")
-    config = config_of(kind, **SIZES | FAMILIES[kind] | dict(vocab_size=40, eos_token_id=1))
+    config = config_of(kind, **SIZES | FAMILIES.get(kind, {}) | dict(vocab_size=40, eos_token_id=1))
     flags = flags_of(str(checkpoint_of(config, tokenizer)), max_prompt_tokens=16, actor_lr=5e-3, critic_lr=1e-3)
     _, rows, folder = run("any_model,vllm", tmp_path, **flags | dict(micro_batch_tokens=40))
     assert len(rows) == 2 and all(row["debug/sampler_trainer_logprob_diff"] < 1e-5 for row in rows)
@@ -131,3 +132,8 @@ def test_training_with_a_stand_in_for_vllm(tmp_path, kind):
     _, whole, _ = run("any_model,vllm", tmp_path, **flags)  # in one microbatch
     for name in ("actor/grad_norm", "critic/grad_norm", "objective/reward"):
         assert whole[0][name] == pytest.approx(rows[0][name], rel=1e-4), name
+
+
+def test_the_page_lists_the_families_that_are_tested():
+    page = (ROOT / "docs" / "other_models.md").read_text()
+    assert sorted(re.findall(r"^\| [^|]+ \| `(\w+)` \|$", page, re.M)) == sorted(FAMILIES)

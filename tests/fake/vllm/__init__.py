@@ -46,7 +46,9 @@ class Model:
         self.packed = head.weight.clone()
 
     def load(self, weights):
+        saved = self.transformer.state_dict()
         targets = dict(self.transformer.named_parameters())
+        targets |= {name: x for name, x in self.transformer.named_buffers() if name in saved}
         for name, x in weights:
             assert type(x) is torch.Tensor or isinstance(x, torch.nn.Parameter), f"{name} is not whole"
             assert x.dtype == targets[name].dtype, name
