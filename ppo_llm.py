@@ -1778,6 +1778,11 @@ class HFTokenizer:
         """
         decode = functools.partial(self.backend.decode, skip_special_tokens=False)
         whole, pieces, start = decode(ids), [], 0
+        # A long text is divided where that does not change it. The loop below is quadratic.
+        middles = range(len(ids) // 2, len(ids) // 2 + 8) if len(ids) > 32 else ()
+        for middle in middles:
+            if decode(ids[:middle]) + decode(ids[middle:]) == whole:
+                return self.pieces(ids[:middle]) + self.pieces(ids[middle:])
         for n in range(1, len(ids) + 1):
             text, end = decode(ids[:n]), start
             # If ids[:n] end within a character, `text` ends with a sign that `whole` does not have.
@@ -2496,7 +2501,7 @@ def iteration_metrics(
 
 
 LOGGED_SAMPLES = 4  # of each iteration
-LOGGED_BYTES = 2**19  # about the most that an iteration writes to tokens.jsonl
+LOGGED_BYTES = 2**19  # about the most that is written to tokens.jsonl in an iteration
 
 
 def logged_samples(episodes: list[Episode], experience: Experience) -> list[dict]:
@@ -2537,7 +2542,8 @@ def logged_tokens(episodes, experience, trained, actor, tokenizer, args) -> list
         if isinstance(x, Tensor) and x.shape == mask.shape and x.is_floating_point()
         and not x[mask].isnan().all()  # as the reference's are if there is none
     }  # fmt: skip
-    room = LOGGED_BYTES // (len(rows) * (40 + 14 * len(tensors)))  # number of tokens per sample
+    per_token = 30 + 11 * len(tensors)  # bytes: text, id and masks, and up to 11 for a number
+    room = LOGGED_BYTES // (len(rows) * per_token)  # number of tokens of a sample
     samples = []
     for row in rows if RANK == 0 else ():
         ids, in_mask = episodes[row].ids, mask[row].tolist()

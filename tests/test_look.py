@@ -30,6 +30,7 @@ from test_train import SMALL, lines, record
 import ppo_llm
 
 sys.path.append(str(ROOT / "benchmarks"))
+import blame
 import look
 
 pytestmark = pytest.mark.shared
@@ -71,10 +72,12 @@ def test_pieces_of_any_ids_join_to_the_whole_text(ppo, kind):
     """Also of ids that are no UTF-8, or that end within a character. DecodeStream raises for some of them."""
     tokenizer, rng = kind(ppo), random.Random(0)
     whole = lambda ids: tokenizer.backend.decode(ids, skip_special_tokens=False)
-    for _ in range(100):
-        ids = rng.choices(range(tokenizer.vocab_size), k=30)
+    words = tokenizer.encode("the sum is 42. ")
+    for n in range(100):  # Long texts are divided.
+        ids = rng.choices(range(tokenizer.vocab_size), k=2 * n) + 9 * words
+        rng.shuffle(ids)
         pieces = tokenizer.pieces(ids)
-        assert "".join(pieces) == whole(ids) and len(pieces) == 30
+        assert "".join(pieces) == whole(ids) and len(pieces) == len(ids)
     assert tokenizer.pieces([]) == []
     assert tokenizer.pieces([tokenizer.vocab_size + 9, tokenizer.eos_id])[0] == ""  # an id without a token
 
@@ -271,6 +274,29 @@ def test_five_ranks_write_the_file_of_one(ppo, tmp_path):
     distributed_worker.run(ppo, tmp_path, "one", flags)
     distributed_worker.run_on_ranks(ppo, tmp_path, 5, ("five", flags, None))
     assert_same_tokens(tmp_path / "five", tmp_path / "one")
+
+
+def test_the_advantages_that_are_counted_for_blame_are_those_of_the_script(folder, tmp_path, capsys):
+    args = json.loads((folder / "config.json").read_text())["args"] | dict(gamma=0.9)
+    for row in lines(folder, "tokens"):
+        tensors = row["tensors"]
+        t = {name: torch.tensor(x)[None] for name, x in tensors.items()}
+        rewards = t["rewards"] - args["kl_coef"] * (t["old_logprobs"] - t["ref_logprobs"])
+        for lam in 0.0, 0.5, 1.0:
+            expected, _ = ppo_llm.compute_gae(rewards, t["values"], rewards == rewards, 0.9, lam)
+            found = blame.advantages(blame.td_errors(tensors, args), args, lam)
+            assert found == pytest.approx(expected[0].tolist(), rel=1e-4, abs=1e-5)
+
+    def sorting(row):  # "31=" is answered by "12": one right digit, then a wrong one that the critic did not expect
+        tensors = dict.fromkeys(row["tensors"], [0.0] * 2) | dict(rewards=[0.5, 0.0], values=[1.0, 0.7])
+        return row | dict(text=[*"31=12"], mask=[0, 0, 0, 1, 1], response_starts=[3], tensors=tensors)
+
+    run = rewritten(folder, tmp_path / "run", tokens=sorting)
+    blame.main(run, 2)
+    shown = capsys.readouterr().out
+    count = sum("chosen" not in row for row in lines(run, "tokens") if row["iteration"] > 0)
+    assert f"| the last right one | 0% of {count} | 100% of {count} | 100% of {count} |" in shown
+    assert f"| the first wrong one | 100% of {count} |" in shown and f"| 1 | 0.00 | {count} |" in shown
 
 
 # --- Special tokens within a response
