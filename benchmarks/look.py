@@ -156,7 +156,7 @@ def read_manual() -> dict:
     for sign, advice in manual_table("sign", "what to do"):
         for name in names_in(sign):
             signs.setdefault(name, []).append(f"{plain(sign)}: {plain(advice)}")
-    for cause, meaning, advice in manual_table("cause", "meaning", "what to do"):
+    for cause, meaning, advice, _ in manual_table("cause", "meaning", "what to do", "only in a fork?"):
         causes[plain(cause)] = plain(meaning), plain(advice)
     for name, key, meaning in manual_table("quantity", "key", "meaning"):
         quantities.append((plain(key), plain(name), plain(meaning)))
