@@ -360,7 +360,7 @@ def test_the_tests_that_the_page_names_exist():
 
 
 def test_formulas_are_written_so_that_markdown_does_not_change_them():
-    """A line has whole formulas, and no backslash before a punctuation mark, which Markdown would remove."""
+    """A line has whole formulas, no start of a list, and no backslash before a punctuation mark."""
     blocks = PAGE.split("\n$$\n")
     assert len(blocks) % 2 and len(blocks) > 30
     for line in "\n".join(blocks[::2]).splitlines():
@@ -369,3 +369,4 @@ def test_formulas_are_written_so_that_markdown_does_not_change_them():
             assert formula == formula.strip() != "" and not re.search(r"\}_", formula), line
     for formula in [*blocks[1::2], *re.findall(r"\$(.*?)\$", "\n".join(blocks[::2]))]:
         assert not re.search(r"\\[^A-Za-z]", formula) and formula.count("{") == formula.count("}"), formula
+        assert not re.search(r"^([-+*>#]|=+$)(\s|$)", formula, re.MULTILINE), formula  # a list, a quotation, a heading
