@@ -452,7 +452,7 @@ def try_in_process(
     `enclose` is called there first. Raises Unloadable. Where the process ends, the rule that it tried is ENDED, and
     those after it are not tried.
     """
-    limit, source, deadline = limit or TIME_LIMIT, [], time.monotonic() + seconds
+    limit, source = limit or TIME_LIMIT, []
     with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # The process says so.
         source = read_source(path).splitlines()
     context = multiprocessing.get_context("forkserver")
@@ -460,7 +460,8 @@ def try_in_process(
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile("r") as dump:
         process = context.Process(target=serve, args=(sender, dump.name, name, path, limit, enclose))
-        process.start()
+        process.start()  # This waits for the server, which imports the libraries.
+        deadline = time.monotonic() + seconds
         sender.close()
         words, of = "", 0
         try:

@@ -192,6 +192,7 @@ def grade(folder: Path, secret: str, table: Path, bodies: list[str]):
     handed_in = {(name, file): read_handed_in(folder / name / file) for name in names for file in (BODIES, BUG)}
     if not namespaces_are_permitted():
         print("This system permits no namespaces. Students' files can reach the network and other processes.")
+    exercise.PRELOADED.append("ppo_llm")  # with all that it imports, for the many processes that follow
     rules = {body: len(exercise.rules_of(body)) for body in bodies}
     of_bug = len(exercise.rules_of(draw("", secret)))
     with table.open("w", newline="") as file:

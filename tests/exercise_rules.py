@@ -411,7 +411,7 @@ def surrogate(ppo, ratio, advantages, low=0.2, high=0.3, dual=None, denom=1, mas
 def statistic(given, stats, name):
     if not isinstance(stats, dict) or name not in stats:
         raise Broken(given, f"an entry {name!r}", stats, "statistics")
-    return float(stats[name])
+    return float(torch.as_tensor(stats[name]).detach())
 
 
 @rule("surrogate", "Where the ratio is 1, the loss of a token is minus its advantage.")

@@ -19,7 +19,7 @@ from conftest import ROOT, slow_but
 
 pytestmark = pytest.mark.shared
 SCRIPT = exercise.SCRIPT.read_text()
-PAGE = (ROOT / "docs" / "exercises.md").read_text()
+PAGE, SOLUTIONS = ((ROOT / "docs" / f"{page}.md").read_text() for page in ("exercises", "solutions"))
 FAULTS = plant_faults.read_faults()
 
 
@@ -635,16 +635,24 @@ def test_the_page_has_every_exercise_and_its_numbers():
     assert parts[1::2] == list(exercise_bugs.BUGS)
     for letter, part in zip(parts[1::2], parts[2::2]):
         assert f"`{exercise_bugs.BUGS[letter].command('exercise.py')}`" in part.replace("\n", " "), letter
-        assert part.count("<details>") == part.count("</details>") == 2
-        hidden = part.index("<details>")
+        assert part.count("<details>\n<summary>Hint</summary>") == part.count("</details>") == 1
         fault = exercise_bugs.BUGS[letter].fault
         assert fault not in part
         new = "".join(FAULTS[fault][2].split())
-        assert new not in "".join(part[:hidden].split())  # the solution is folded
+        assert new not in "".join(part.split())  # The solution is on another page.
+
+
+def test_every_body_has_two_questions_with_answers():
+    for text in PAGE.split("### Rubric")[1], SOLUTIONS.split("## Two questions")[1].split("## The bugs")[0]:
+        found = re.findall(r"(?m)^- `(\w+)`: \(1\) .*(?:\n  .*)*", text)
+        assert found == [*exercise.BLANKS] and text.count("(2)") == len(found)
 
 
 def test_the_solutions_of_the_page_are_the_bugs():
-    parts = re.split(r"(?m)^### ([A-Z])\.", PAGE)
+    parts = re.split(r"(?m)^### ([A-Z])\.", SOLUTIONS)
+    assert parts[1::2] == list(exercise_bugs.BUGS)
+    titles = [re.findall(r"(?m)^### .*", page) for page in (PAGE.split("## A class")[0], SOLUTIONS)]
+    assert titles[0] == titles[1]
     lines_of = lambda text: [" ".join(line.split()) for line in text.splitlines()]
     has = lambda lines, text: any(line.startswith(" ".join(text.split())) for line in lines)  # or with a comment
     for letter, part in zip(parts[1::2], parts[2::2]):
@@ -672,8 +680,9 @@ def test_the_tables_of_the_page_are_those_of_the_runs():
 def test_the_commands_of_the_page_are_valid(ppo):
     commands = re.findall(r"python tests/exercise\.py ([a-z]+)(?: ([\w-]+))?", PAGE)
     for verb, name in commands:
-        assert verb in ("list", "blank", "bug", "check", "solution", "show")
-        assert verb == "show" or not name or name in ("all", *exercise.BLANKS, *exercise_bugs.BUGS)
+        takes_no_name = "list", "show", "handout", "grade", "race"
+        assert verb in (*takes_no_name, "blank", "bug", "check", "solution")
+        assert verb in takes_no_name or not name or name in ("all", *exercise.BLANKS, *exercise_bugs.BUGS)
     for flags in re.findall(r"\bexercise\.py (--[^`|\n]*)", PAGE):
         tyro.cli(ppo.Args, args=shlex.split(flags))
     for bug in exercise_bugs.BUGS.values():
