@@ -396,8 +396,7 @@ EVERY_UNWRITTEN = {unwritten(name, gap) for name, blank in BLANKS.items() for ga
 # === Check in a process of its own. A file may loop for ever, crash, or end its process.
 
 TIME_LIMIT = 60.0  # seconds for loading a file, and for each rule
-PRELOADED = ["torch.distributed.checkpoint", "torch.utils.tensorboard", "transformers", "gymnasium", "tyro",
-             "exercise", "exercise_bugs"]  # fmt: skip
+PRELOADED = ["torch.distributed.checkpoint", "torch.utils.tensorboard", "transformers", "gymnasium", "tyro"]
 
 
 class Unloadable(Exception):

@@ -88,7 +88,7 @@ def outputs(result, count: int, given, names: str) -> tuple:
 
 
 # === Random cases ===
-# They have what a case by hand leaves out: rows with different gaps, NaN outside the mask, no symmetry.
+# They have what a case by hand leaves out: rows with different gaps, numbers or NaN outside the mask, no symmetry.
 # What is expected is computed token by token, in Python's floats.
 
 RANDOM = "All of this holds in random cases with several rows, whose masks have gaps."
@@ -102,9 +102,10 @@ def random_masks(count=20):
 
 
 def random_numbers(generator, mask, size=2.0):
-    """Numbers between -size and size, with one decimal. They are NaN outside the mask."""
+    """Numbers between -size and size, with one decimal. Outside the mask all of them are NaN, or none."""
     x = size * (2 * torch.rand(mask.shape, generator=generator) - 1)
-    return torch.where(mask, (10 * x).round() / 10, NAN)
+    x = (10 * x).round() / 10
+    return torch.where(mask, x, choice(generator, torch.full_like(x, NAN), x))
 
 
 def choice(generator, *options):

@@ -262,8 +262,9 @@ def test_the_check_of_a_bug_says_nothing_but_a_number(letter):
 
 
 def test_the_lines_of_a_bug_are_no_longer_than_others():
+    own = SCRIPT.splitlines()
     for letter in exercise_bugs.BUGS:
-        assert max(map(len, exercise.bug_text(letter).splitlines())) <= 100, letter
+        assert all(len(line) <= 100 or line in own for line in exercise.bug_text(letter).splitlines()), letter
 
 
 # Corrections that leave something wrong, as changes of the healthy script: {letter: [(old, new, old, new, ...)]}.
@@ -468,6 +469,17 @@ def test_the_commands(tmp_path, tool):
     assert "def compute_gae" not in (shown := tool("solution", "gae")[1]) and "lastgaelam" in shown
     assert tool("solution", "B")[1].count("\n+    ") == 1
     assert tool("--help")[0] == 0 and tool()[0] == tool("check")[0] == tool("list", "gae")[0] == 2
+
+
+@pytest.mark.slow
+def test_a_teacher_may_ask_which_rule_of_a_bug_fails(tmp_path, tool):
+    tool("bug", "A")
+    code, said = tool("check", "A")
+    assert code == 1 and re.fullmatch(r"\d+ of \d+ rules hold\.\n", said)
+    for words in ("check", "A", "--explain"), ("check", "--explain", "A"):
+        code, said = tool(*words)
+        assert code == 1 and "FAILS  `objective/entropy` is minus the mean log-prob" in said and ": expected" in said
+    assert tool("check", "--explain")[0] == tool("bug", "A", "--explain")[0] == 2
 
 
 def test_check_knows_which_exercise_a_file_is(tmp_path, tool):
