@@ -366,7 +366,7 @@ def rules_of(name: str) -> list[tuple[str, Callable]]:
         return RULES[name]
     from exercise_bugs import BUGS, HIDDEN
 
-    own = (BUGS[name].words, BUGS[name].check) if name in BUGS else ("The bug is gone.", HIDDEN[name])
+    own = (BUGS[name].words, BUGS[name].check) if name in BUGS else ("The bug is gone.", HIDDEN[name][1])
     return [own, *(pair for rules in RULES.values() for pair in rules)]
 
 

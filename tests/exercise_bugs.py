@@ -343,28 +343,30 @@ BUGS = {
 }  # fmt: skip
 INVISIBLE = "XYZ"
 
-# The bugs of a class, by their names in faults.txt. They have no letters, and no page tells their solutions. Each shows
-# in the six iterations of exercise_class.py.
+GAP = "debug/sampler_trainer_logprob_diff"
+
+# The bugs of a class, by their names in faults.txt: the metric that shows each of them in the six iterations of
+# exercise_class.py, and its check. They have no letters, and no page tells their solutions.
 HIDDEN = {
-    "whitening_does_not_centre": keeps("whiten", "mean 0"),
-    "clip_min_for_max": keeps("surrogate", "The clip never hides"),
-    "approx_kl_is_k1": keeps("surrogate", "approx_kl is the sum"),
-    "clipfrac_of_one_side": keeps("surrogate", "clipfrac counts"),
-    "value_loss_without_half": keeps("value", "half the square"),
-    "kl_the_other_way_round": keeps("kl", "It is negative where"),
-    "denominator_counts_the_prompt": keeps("minibatches", "without the prompts"),
-    "kl_per_token": kl_is_that_of_a_sample,
-    "return_mean_of_the_values": means_are_those_of_the_experience,
-    "reward_on_the_first_token_of_a_turn": given_text_is_no_action,
-    "advantages_not_whitened": keeps("advantages", "all samples together"),
-    "critic_head_random": values_move,
-    "critic_stepped_by_the_actors_optimizer": values_move,
-    "rollout_without_temperature": keeps("sampling", "as often as softmax"),
-    "first_sampled_token_from_another_sample": keeps("shift", SHIFT),
-    "logprob_of_the_previous_token": keeps("sampling", "The log-prob is that"),
-    "learning_rate_decays_to_zero": keeps("schedule", "At progress 1"),
-    "returns_without_the_kl": keeps("advantages", "They are made of `rewards`"),
-    "demonstrations_are_sorted": demonstrations_do_not_tell_the_answer,
-    "gradient_norm_after_clipping": norms_are_those_before_clipping,
-    "limit_one_token_less": responses_may_be_as_long_as_the_flag_says,
+    "whitening_does_not_centre": ("actor/policy_loss", keeps("whiten", "mean 0")),
+    "mean_over_padding": ("objective/entropy", keeps("whiten", "do not count, even if they are NaN")),
+    "clip_min_for_max": ("objective/kl", keeps("surrogate", "The clip never hides")),
+    "approx_kl_is_k1": ("actor/approx_kl", keeps("surrogate", "approx_kl is the sum")),
+    "clipfrac_of_one_side": ("actor/clipfrac", keeps("surrogate", "clipfrac counts")),
+    "value_loss_without_half": ("critic/value_loss", keeps("value", "half the square")),
+    "kl_the_other_way_round": ("objective/kl", keeps("kl", "It is negative where")),
+    "denominator_counts_the_prompt": ("actor/entropy", keeps("minibatches", "without the prompts")),
+    "kl_per_token": ("objective/kl", kl_is_that_of_a_sample),
+    "return_mean_of_the_values": ("critic/return_mean", means_are_those_of_the_experience),
+    "reward_on_the_first_token_of_a_turn": ("critic/return_mean", given_text_is_no_action),
+    "advantages_not_whitened": ("actor/grad_norm", keeps("advantages", "all samples together")),
+    "critic_head_random": ("critic/value_mean", values_move),
+    "critic_stepped_by_the_actors_optimizer": ("critic/value_mean", values_move),
+    "rollout_without_temperature": (GAP, keeps("sampling", "as often as softmax")),
+    "first_sampled_token_from_another_sample": (GAP, keeps("shift", SHIFT)),
+    "logprob_of_the_previous_token": (GAP, keeps("sampling", "The log-prob is that")),
+    "returns_without_the_kl": ("critic/return_mean", keeps("advantages", "They are made of `rewards`")),
+    "demonstrations_are_sorted": ("objective/reward", demonstrations_do_not_tell_the_answer),
+    "gradient_norm_after_clipping": ("actor/grad_norm", norms_are_those_before_clipping),
+    "limit_one_token_less": ("objective/response_tokens", responses_may_be_as_long_as_the_flag_says),
 }

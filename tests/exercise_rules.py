@@ -1718,5 +1718,6 @@ def small_run(ppo, **flags):
 
 
 def flat_weights(model):
-    """A copy of all weights, in float32 and in one piece."""
-    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    """A copy of all weights, in float32 and in one piece. In bfloat16 they are those of FSDP."""
+    weights = [p.detach() for p in model.parameters()]
+    return torch.cat([(x.full_tensor() if hasattr(x, "full_tensor") else x).float().flatten() for x in weights])

@@ -1,11 +1,16 @@
 """A class: what is handed out, and the table of what forty students hand in, twelve of them with bad intentions."""
 
 import csv
+import functools
+import json
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
+from unittest import mock
 
 import exercise
 import exercise_bugs
@@ -13,6 +18,7 @@ import exercise_class
 import exercise_rules
 import plant_faults
 import pytest
+import tyro
 from conftest import ROOT
 
 pytestmark = pytest.mark.shared
@@ -67,8 +73,26 @@ def test_hidden_bugs_are_not_those_of_the_page_and_their_lines_do_not_stand_out(
 @pytest.mark.parametrize("fault", HIDDEN)
 def test_a_hidden_bug_breaks_its_rule_and_the_script_does_not(fault):
     with pytest.raises(exercise_rules.Broken):
-        HIDDEN[fault](exercise.load("bug.py", exercise_class.bug_text(fault)))
-    HIDDEN[fault](exercise.load("ppo_llm.py", SCRIPT))
+        HIDDEN[fault][1](exercise.load("bug.py", exercise_class.bug_text(fault)))
+    HIDDEN[fault][1](exercise.load("ppo_llm.py", SCRIPT))
+
+
+@functools.cache
+def six_iterations(text: str) -> list[dict]:
+    ppo = exercise.load("bug.py", text)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(ppo, "SummaryWriter"):
+        flags = f"{exercise_class.FLAGS} --device cpu --log-dir {folder} --run-name run"
+        ppo.train(tyro.cli(ppo.Args, args=flags.split()))
+        return [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", HIDDEN)
+def test_a_hidden_bug_shows_in_six_iterations(fault):
+    """In its metric, which differs by more than a third of the larger number in at least three of them."""
+    metric, _ = HIDDEN[fault]
+    sick, well = ([row[metric] for row in six_iterations(text)] for text in (exercise_class.bug_text(fault), SCRIPT))
+    assert len(sick) == 6 and sum(abs(a - b) > max(abs(a), abs(b)) / 3 for a, b in zip(sick, well)) >= 3, (sick, well)
 
 
 # === Forty students ===
