@@ -363,7 +363,6 @@ HIDDEN = {
     "critic_head_random": ("critic/value_mean", values_move),
     "critic_stepped_by_the_actors_optimizer": ("critic/value_mean", values_move),
     "rollout_without_temperature": (GAP, keeps("sampling", "as often as softmax")),
-    "first_sampled_token_from_another_sample": (GAP, keeps("shift", SHIFT)),
     "logprob_of_the_previous_token": (GAP, keeps("sampling", "The log-prob is that")),
     "returns_without_the_kl": ("critic/return_mean", keeps("advantages", "They are made of `rewards`")),
     "demonstrations_are_sorted": ("objective/reward", demonstrations_do_not_tell_the_answer),
