@@ -557,7 +557,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         # round differently, so its first ratio is 1 only up to rounding.
         same_microbatches = trained is experience
         metrics = iteration_metrics(
-            episodes, experience, actor_step_stats, critic_step_stats, evaluation, clock
+            episodes, experience, tokenizer, actor_step_stats, critic_step_stats, evaluation, clock
         ) | diagnose_ratio(
             actor, trained, actor_step_stats, early_stop, relative_update, same_microbatches,
             state, args,
@@ -567,7 +567,8 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
             plan, state, args,
         )  # fmt: skip
         # FORK: other numbers to log. Write them as in metrics["mine/number"] = float(...).
-        run.log(metrics, episodes, experience)
+        tokens = logged_tokens(episodes, experience, trained, actor, tokenizer, args)
+        run.log(metrics, episodes, experience, tokens)
         # state.iteration changes only here, because the order of the minibatches depends on it.
         state.iteration += 1
         state.prompts += args.rollout_batch_size
@@ -623,6 +624,7 @@ class Experience:
     """
 
     lengths: Tensor  # [N] number of tokens of each sample, prompt included, padding excluded
+    sample_ids: Tensor | None = None  # [N] index of each sample in the rollout
     # All other tensors are [N, T]. At tokens that are not trained on, log-probs and values are 0.
     tokens: Tensor
     mask: Tensor  # bool: True at the tokens that are trained on
@@ -641,6 +643,7 @@ class Experience:
     def from_episodes(cls, episodes: list[Episode]) -> Experience:
         return cls(
             lengths=torch.tensor([len(e.ids) for e in episodes]),
+            sample_ids=torch.arange(len(episodes)),
             tokens=padded(e.ids for e in episodes),
             mask=padded(e.mask for e in episodes),
             sampler_logprobs=padded(e.logprobs for e in episodes),
@@ -1670,6 +1673,8 @@ class HFTokenizer:
         self.pad_id = self.eos_id if self.hf.pad_token_id is None else self.hf.pad_token_id
         self.end_of_turn_id = self.eos_id if end_of_turn is None else end_of_turn
         self.vocab_size = max(*self.hf.get_vocab().values(), *self.stop_ids) + 1
+        special = (i for i, token in self.hf.added_tokens_decoder.items() if token.special)
+        self.special_ids = {*special} - {*self.stop_ids}  # `decode` leaves them out as well
 
     @classmethod
     def from_texts(cls, texts: list[str]) -> HFTokenizer:
@@ -1765,6 +1770,27 @@ class HFTokenizer:
         """The text of ids, without special tokens and without stop tokens."""
         ids = [i for i in ids if i not in self.stop_ids]
         return self.backend.decode(ids, skip_special_tokens=True)
+
+    def pieces(self, ids: list[int]) -> list[str]:
+        """The text of each token, also of special tokens. Joined, the pieces are the whole text.
+
+        If several tokens spell a character, the last of them has it, and the others are empty.
+        """
+        decode = functools.partial(self.backend.decode, skip_special_tokens=False)
+        whole, pieces, start = decode(ids), [], 0
+        # A long text is divided where that does not change it. The loop below is quadratic.
+        middles = range(len(ids) // 2, len(ids) // 2 + 8) if len(ids) > 32 else ()
+        for middle in middles:
+            if decode(ids[:middle]) + decode(ids[middle:]) == whole:
+                return self.pieces(ids[:middle]) + self.pieces(ids[middle:])
+        for n in range(1, len(ids) + 1):
+            text, end = decode(ids[:n]), start
+            # If ids[:n] end within a character, `text` ends with a sign that `whole` does not have.
+            while end < len(whole) and text[end : end + 1] == whole[end]:
+                end += 1
+            pieces.append(whole[start:end])
+            start = end
+        return pieces
 
 
 def check_file(path: Path):
@@ -2428,8 +2454,20 @@ def episode_means(episodes: list[Episode], prefix="") -> dict:
     return result
 
 
+def special_token_share(episodes: list[Episode], tokenizer: HFTokenizer) -> float:
+    """Share of the scored samples in which special tokens were sampled other than stop tokens.
+
+    A stop token ends its response. Rewards do not see special tokens, since `decode` leaves them
+    out.
+    """
+    special = tokenizer.special_ids
+    scored = [e for e in episodes if e.stop != "unscored"]
+    found = [any(i in special for i, sampled in zip(e.ids, e.mask) if sampled) for e in scored]
+    return sum(found) / max(1, len(scored))
+
+
 def iteration_metrics(
-    episodes, experience, actor_step_stats, critic_step_stats, evaluation, clock
+    episodes, experience, tokenizer, actor_step_stats, critic_step_stats, evaluation, clock
 ) -> dict:
     """All that is logged of an iteration, except for the diagnosis of the ratio."""
     e, mask = experience, experience.mask
@@ -2443,6 +2481,7 @@ def iteration_metrics(
         "objective/env_reward": float(masked_mean(env_rewards, scored)),
         "objective/entropy": -float(masked_mean(e.old_logprobs, mask)),
         "objective/kl": float(masked_mean((e.old_logprobs - e.ref_logprobs).sum(1), scored)),
+        "objective/special_tokens": special_token_share(episodes, tokenizer),
         "critic/explained_variance": explained_variance(e.values[mask], e.returns[mask]),
         "critic/value_mean": float(masked_mean(e.values, mask)),
         "critic/return_mean": float(masked_mean(e.returns, mask)),
@@ -2461,10 +2500,15 @@ def iteration_metrics(
     return metrics
 
 
+LOGGED_SAMPLES = 4  # of each iteration
+LOGGED_BYTES = 2**19  # about the most that is written to tokens.jsonl in an iteration
+
+
 def logged_samples(episodes: list[Episode], experience: Experience) -> list[dict]:
     """The first samples of a rollout, for completions.jsonl."""
     samples = []
-    for episode, reward in zip(episodes[:4], experience.rewards.sum(1).tolist()):
+    rewards = experience.rewards.sum(1).tolist()
+    for episode, reward in zip(episodes[:LOGGED_SAMPLES], rewards):
         texts = [message["content"] for message in episode.conversation]
         n = episode.prompt_messages
         samples.append({
@@ -2475,6 +2519,60 @@ def logged_samples(episodes: list[Episode], experience: Experience) -> list[dict
             "n_tokens": sum(episode.mask),
         })
     return samples
+
+
+def logged_tokens(episodes, experience, trained, actor, tokenizer, args) -> list[dict]:
+    """The rows of tokens.jsonl: a few samples, with what was computed for each of their tokens.
+
+    They are the samples of completions.jsonl and the one with the lowest reward. `ids`, `text`,
+    `mask` and `trained` have an item for each token. The lists of `tensors` have one for each token
+    of the mask. These are all tensors [N, T] of floats in the experience, and the log-probs of the
+    actor after the updates. Of a sample that is too long, tokens in the middle are left out.
+    """
+    mask, rewards = experience.mask, experience.rewards.sum(1)
+    lowest = torch.where(mask.any(1), rewards, math.inf).argmin()
+    # Rank 0 chooses for all. If rounding made the ranks choose differently, they would hang below.
+    lowest = int(all_reduce(lowest * (RANK == 0)))
+    rows = list(range(min(LOGGED_SAMPLES, len(episodes))))
+    rows += [lowest] if lowest not in rows else []
+    new_logprobs = logprobs_of_all(actor, experience, [torch.tensor(rows)], args)
+    tensors = {
+        name: x
+        for name, x in (vars(experience) | {"new_logprobs": new_logprobs}).items()
+        if isinstance(x, Tensor) and x.shape == mask.shape and x.is_floating_point()
+        and not x[mask].isnan().all()  # as the reference's are if there is none
+    }  # fmt: skip
+    per_token = 30 + 11 * len(tensors)  # bytes: text, id and masks, and up to 11 for a number
+    room = LOGGED_BYTES // (len(rows) * per_token)  # number of tokens of a sample
+    samples = []
+    for row in rows if RANK == 0 else ():
+        ids, in_mask = episodes[row].ids, mask[row].tolist()
+        # A fork may train on a selection of the samples, or with a smaller mask.
+        same = trained.sample_ids == experience.sample_ids[row]
+        is_trained = trained.mask[same].any(0).tolist()
+        cut = max(0, len(ids) - room)  # number of tokens that are left out
+        head = room // 2 if cut else len(ids)
+        kept = [*range(head), *range(head + cut, len(ids))]
+        sampled = [i for i in kept if in_mask[i]]
+        samples.append({
+            "sample": row,
+            "chosen": "lowest reward" if row >= LOGGED_SAMPLES else None,
+            "stop": episodes[row].stop,
+            "reward": None if episodes[row].stop == "unscored" else float(rewards[row]),
+            "response_starts": episodes[row].response_starts,
+            "left_out": [head, head + cut] if cut else None,  # the first, and the first after them
+            "ids": [ids[i] for i in kept],
+            "text": tokenizer.pieces(ids[:head]) + tokenizer.pieces(ids[head + cut :]),
+            "mask": [int(in_mask[i]) for i in kept],
+            "trained": [int(is_trained[i]) for i in kept],
+            "tensors": {k: six_digits(x[row][sampled].tolist()) for k, x in tensors.items()},
+        })
+    return samples
+
+
+def six_digits(numbers: list[float]) -> list[float | str]:
+    """Rounded numbers. NaN and infinity, which JSON does not have, become "nan" and "inf"."""
+    return [float(f"{x:.6g}") if math.isfinite(x) else str(x) for x in numbers]
 
 
 ADVICE = {  # by the cause of a ratio that stays at 1, or does not begin there
@@ -2978,7 +3076,8 @@ def kernel_failures(config: PretrainedConfig, device: str) -> dict[str, tuple[st
 
 def all_reduce(x: Tensor) -> Tensor:
     """Sum over the ranks, in place."""
-    dist.all_reduce(x)
+    if WORLD_SIZE > 1:  # With one rank gloo would take a millisecond for nothing.
+        dist.all_reduce(x)
     return x
 
 
@@ -3434,7 +3533,7 @@ class Run:
                 )
             config = {"args": vars(args), "argv": sys.argv} | script_version()
             write_json(self.path / "config.json", config)
-            for name in ("metrics", "completions"):
+            for name in ("metrics", "completions", "tokens"):
                 # The lines of iterations after the checkpoint will be written again.
                 path = self.path / f"{name}.jsonl"
                 path.touch()
@@ -3468,7 +3567,7 @@ class Run:
         except OSError:
             return  # This disk has no locks.
 
-    def log(self, metrics: dict, episodes: list[Episode], experience: Experience):
+    def log(self, metrics: dict, episodes: list[Episode], experience: Experience, tokens: list):
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
         i = self.state.iteration
         samples = logged_samples(episodes, experience)
@@ -3485,6 +3584,8 @@ class Run:
                     self.writer.add_scalar(name, value, i)
             for sample in samples:
                 self.append("completions", {"iteration": i} | sample)
+            for sample in tokens:
+                self.append("tokens", {"iteration": i} | sample)
         if i % max(1, self.args.num_iterations // 5) == 0:
             print0(f"  {[samples[0]['prompt'], samples[0]['response']]!r:.280}")
         truncated = metrics["objective/truncated"]

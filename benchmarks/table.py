@@ -14,10 +14,13 @@ interrupted and repeated, and runs of several days add up. A line counts as long
 run is the syntax tree of both scripts, without comments, docstrings and the texts of errors, of the patched script, and
 of the files that the row names. After each run the command writes table.md anew, from the newest line of each run.
 
-After a small change of the code, `carry` makes the run with seed 1 of each variant again. If its numbers are those of
-the earlier line, the lines of the other seeds count as well: they are written again, and name the code of their run.
-Runs of TRL have other numbers each time, so there only the evaluations before training are compared. Rows that measure
-time are never carried.
+After a change that should not change results, `carry` makes the first iterations of the run with seed 1 of each
+variant, with the row's own schedule, stopped and resumed in between. It makes them with the code of the earlier line
+as well, from its commit, unless that line has their fingerprints. A fingerprint is a hash of an iteration's metrics,
+to the last bit, and of its logged responses. If all of them agree, the lines of all seeds count for the new code too,
+and name the commit of their run. If not, `carry` says which iteration differs, and the runs must be made again. So
+must rows that measure time, runs of TRL, and the rows "pages", "faults" and "preferences", whose runs are no single
+training.
 
 --jobs runs (default 2) are made at a time, each on one thread. Rows that measure time come last. Their runs are made
 one at a time, and wait until the processor is idle. --model-dir, or the variable MODEL_DIR, is the folder that
@@ -152,6 +155,10 @@ ROWS = {
         {"critic": Run(GUESS, minutes=5, make="guess_number", typed=f"python ppo_llm.py {GUESS} --seed SEED")},
         ("reward_by_number", "reward_after"), seeds=3),
     "lora": Row("LoRA learns the default task", {"LoRA": Run("--actor-lr 3e-3", minutes=3, patch="lora")}, ENDS),
+    "second script": Row(
+        "The script with continuous batching learns the default task",
+        {"critic": Run(make="second_script", minutes=4,
+                       typed="python ppo_llm_continuous_batching.py --eval-every 0 --seed SEED")}, ENDS, seeds=3),
     "families": Row(
         "Other families learn the default task", {
             name: Run(make="other_family", argument=kind, minutes=5, patch="any_model")
@@ -380,9 +387,9 @@ class Job:
 # --- What is measured: functions of a job that return its numbers.
 
 
-def train(job: Job, flags: str, name: str = "run") -> Path:
+def train(job: Job, flags: str, name: str = "run", script: str = SCRIPTS[0]) -> Path:
     """Run the script, patched if the run says so. Returns the folder of its run, without weights."""
-    script = common.patched_script(job.run.patch) if job.run.patch else ROOT / SCRIPTS[0]
+    script = common.patched_script(job.run.patch) if job.run.patch else ROOT / script
     flags = ["--save-every", "0", *shlex.split(flags), "--seed", str(job.seed)]
     flags = [job.model_dir if flag == "smollm2" else flag for flag in flags]
     flags += ["--device", "cpu", "--log-dir", str(job.folder), "--run-name", name]
@@ -393,6 +400,10 @@ def train(job: Job, flags: str, name: str = "run") -> Path:
 
 def script_numbers(job: Job) -> dict:
     return numbers_of(train(job, job.flags), job.row)
+
+
+def second_script(job: Job) -> dict:
+    return numbers_of(train(job, job.flags, script=SCRIPTS[1]), job.row)
 
 
 def numbers_of(folder: Path, row: str) -> dict:
@@ -494,12 +505,17 @@ def preferences(job: Job) -> dict:
 
 def other_family(job: Job) -> dict:
     """A tiny random model of another family on the default task."""
+    with tempfile.TemporaryDirectory() as folder:
+        return numbers_of(train(job, shlex.join([*flags_of_family(job, folder), *shlex.split(job.flags)])), job.row)
+
+
+def flags_of_family(job: Job, folder: str) -> list[str]:
+    """Writes the model into the folder."""
     import other_models
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr):
         other_models.make(job.run.argument, Path(folder), job.seed)
-        flags = [*other_models.FLAGS, "--model", folder, "--sft-steps", "150"]
-        return numbers_of(train(job, f"{shlex.join(flags)} {job.flags}"), job.row)
+    return [*other_models.FLAGS, "--model", folder, "--sft-steps", "150"]
 
 
 def time_of_any_model(job: Job) -> dict:
@@ -786,6 +802,8 @@ def make_line(job: Job) -> dict:
         "processor": common.hardware().split("; ")[0], "seconds": round(time.perf_counter() - start),
     }  # fmt: skip
     line |= {} if busy is None else {"busy_cores": busy}
+    if (job.folder / "run" / METRICS).exists():
+        line["fingerprints"] = fingerprints(job.folder / "run")[:COMPARED_ITERATIONS]
     if not job.smoke:
         (job.folder / "line.json").write_text(json.dumps(line))
     return line
@@ -858,36 +876,158 @@ def hours(jobs: list[Job], workers: int = 1) -> float:
     return sum(job.run.minutes for job in jobs) / 60 / workers
 
 
+# --- Carrying lines over: are the first iterations the same, to the last bit?
+
+COMPARED_ITERATIONS = 4  # or 2, if the whole run takes more than ten minutes
+COMPARED = (
+    "objective/reward", "objective/accuracy", "objective/kl", "objective/entropy", "objective/response_tokens",
+    "objective/truncated", "actor/policy_loss", "actor/approx_kl", "actor/clipfrac", "actor/grad_norm",
+    "critic/value_loss", "critic/explained_variance", "critic/grad_norm", "ratio/first_dev", "ratio/advantage_std",
+    "ratio/relative_update", "debug/sampler_trainer_logprob_diff",
+)  # fmt: skip
+
+
+def fingerprints(folder: Path) -> list[str]:
+    """A hash of each iteration of a run: of its metrics, and of its logged responses.
+
+    The sampled tokens are in it with all that is computed from them: entropy, losses and gradient norms are written to
+    the last bit. A metric that a later version adds does not change it.
+    """
+    responses = {}
+    for sample in common.read_lines(folder / "completions.jsonl"):
+        responses.setdefault(sample["iteration"], []).append([sample["prompt"], sample["response"]])
+    return [
+        hashlib.sha256(json.dumps([
+            [row.get(name) for name in COMPARED], responses.get(row["iteration"], [])
+        ]).encode()).hexdigest()[:10] for row in common.read_lines(folder / METRICS)
+    ]  # fmt: skip
+
+
+def training(job: Job, folder: Path) -> tuple[str, list[str], int] | None:
+    """(script, flags, ranks) of a training whose first iterations stand for the run. None if there is none."""
+    flags = [job.model_dir if flag == "smollm2" else flag for flag in shlex.split(job.flags)]
+    match job.run.make:
+        case "script_numbers" | "guess_number":
+            return SCRIPTS[0], flags, 0
+        case "second_script":
+            return SCRIPTS[1], flags, 0
+        case "other_family":
+            return SCRIPTS[0], [*flags_of_family(job, str(folder / "family")), *flags], 0
+        case "resumed_beside_uninterrupted":
+            return SCRIPTS[0], ["--num-iterations", "12", "--eval-episodes", "64"], 0
+        case "ranks_beside_one":
+            import ranks
+
+            return SCRIPTS[0], ranks.FLAGS, 2
+    return None
+
+
+def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
+    """Fingerprints of the first iterations, by the script of `root`. The run is stopped then.
+
+    resumed: it is stopped once before, by a signal that lets it save a checkpoint, and resumed.
+    """
+    count = 2 if job.run.minutes > 10 else COMPARED_ITERATIONS
+    with tempfile.TemporaryDirectory() as work:
+        name, flags, ranks = training(job, Path(work))
+        script = root / name
+        if job.run.patch:
+            script = Path(work, name)
+            script.write_text(patched_text((root / name).read_text(),
+                                           (root / "forks" / f"{job.run.patch}.patch").read_text()))  # fmt: skip
+        start = [sys.executable, "-W", "ignore"]
+        if ranks:
+            start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [*start, str(script), *flags, "--seed", str(job.seed), "--device", "cpu", "--log-dir", work,
+                   "--run-name", "run", *["--resume", "auto"] * resumed]  # fmt: skip
+        folder, log = Path(work, "run"), Path(work, "log.txt")
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+        stops = [(count // 2, signal.SIGTERM)] * (resumed and not ranks) + [(count, signal.SIGKILL)]
+        for iterations, number in stops:
+            with log.open("a") as file:
+                child = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
+            while child.poll() is None and written_lines(folder / METRICS) < iterations:
+                time.sleep(0.05)
+            if child.poll() is None:
+                send = os.killpg if number == signal.SIGKILL else os.kill
+                send(child.pid, number)
+            child.wait()
+            if written_lines(folder / METRICS) < min(iterations, 2):
+                tail = "\n".join(log.read_text().splitlines()[-15:])
+                raise RuntimeError(f"{job.row}, {job.variant}: the run ended with code {child.returncode}\n{tail}")
+        return fingerprints(folder)[:count]
+
+
+def written_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@contextlib.contextmanager
+def checkouts():
+    """A function that gives the folder of a commit: a worktree that exists as long as the context."""
+    with tempfile.TemporaryDirectory() as work, contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def checkout(commit: str) -> Path:
+            folder = Path(work, commit)
+            git = lambda *arguments: subprocess.run(["git", "worktree", *arguments], cwd=ROOT, check=True,
+                                                    capture_output=True)  # fmt: skip
+            git("add", "--detach", str(folder), commit)
+            stack.callback(git, "remove", "--force", str(folder))
+            return folder
+
+        yield checkout
+
+
 def carry(names: list[str], workers: int, model_dir: str) -> bool:
-    """Make the first run of each variant again, and carry over the lines of its other seeds. True if all could be."""
-    names = [name for name in names if not ROWS[name].alone and ROWS[name].unit == "seeds"]
-    lines, pairs = read_table(), {}
-    for job in jobs_of(names, model_dir=model_dir):
+    """Carry over the lines of all runs whose first iterations are what they were. True if all could be."""
+    lines, wanted, complete = read_table(), {}, True
+    for job in jobs_of(names, seeds=[1], model_dir=model_dir):
         old = last_line(job, lines)
-        if old and old["code"] != job.code:
-            pairs[job.command, job.seed] = job, old
-    first = [job for job, _ in pairs.values() if job.seed == 1]
-    print(f"{len(first)} runs with seed 1 are made again, {hours(first, workers):.1f} hours.", flush=True)
-    complete = make_all(first, workers)
-    lines = read_table()
-    for job, old in pairs.values():
-        one = dataclasses.replace(job, seed=1)
-        if job.seed == 1 or finished(job, lines) or not (new := finished(one, lines)):
+        if old is None or old["code"] == job.code or (ROWS[job.row].alone and job.row != "ranks"):
             continue
-        before = next((line for line in reversed(lines) if line["code"] == old["code"]
-                       and (line["command"], line["seed"]) == (one.command, 1)), None)  # fmt: skip
-        if before and results_of(before, job.run) == results_of(new, job.run):
-            add_line(old | {"code": job.code, "carried_from": old["code"]})
-        else:
-            print(f"{job.row}, {job.variant}: seed 1 has other numbers, so seed {job.seed} must be made again")
+        if job.run.make in ("sums_with_trl", "made_again", "planted_faults", "preferences"):
+            print(f"{job.row}, {job.variant}: has no first iterations to compare, so it must be made again")
             complete = False
+            continue
+        wanted.setdefault(job.command, (job, old))  # rows share runs
+    print(f"The first iterations of {len(wanted)} runs are compared.", flush=True)
+
+    def both(job: Job, old: dict) -> tuple[list[str], list[str]]:
+        if not (before := old.get("fingerprints")):
+            before = first_iterations(job, checkout(old["commit"].rstrip("+")), resumed=False)
+        return before, first_iterations(job, ROOT, resumed=True)
+
+    with checkouts() as checkout, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        for _, old in wanted.values():
+            if not old.get("fingerprints"):
+                checkout(old["commit"].rstrip("+"))
+        futures = {pool.submit(both, *pair): pair for pair in wanted.values()}
+        for future in concurrent.futures.as_completed(futures):
+            job, old = futures[future]
+            if future.exception():
+                print(f"{job.row}, {job.variant}: FAILED\n{future.exception()}", flush=True)
+                complete = False
+                continue
+            before, now = future.result()
+            count = min(len(before), len(now))
+            differ = next((i for i in range(count) if before[i] != now[i]), None)
+            if differ is not None:
+                print(f"{job.row}, {job.variant}: iteration {differ + 1} differs from that of {old['commit']}, so its "
+                      "runs must be made again", flush=True)  # fmt: skip
+                complete = False
+                continue
+            print(f"{job.row}, {job.variant}: {count} iterations are those of {old['commit']}", flush=True)
+            most = max(row.seeds for row in ROWS.values())
+            of_seeds = [dataclasses.replace(job, seed=seed + 1) for seed in range(most)]
+            for line in filter(None, (last_line(each, lines) for each in of_seeds)):
+                if line["code"] == old["code"]:
+                    more = {"fingerprints": now} if line["seed"] == 1 else {}
+                    add_line(line | more | {"code": job.code, "carried_from": old["code"], "carried_to": commit()})
+                else:
+                    print(f"{job.row}, {job.variant}, {line['seed']}: its line is of other code than seed 1")
+                    complete = False
     return complete
-
-
-def results_of(line: dict, run: Run) -> dict:
-    """The numbers that a run made again must have. Where training does not repeat, those before it."""
-    names = [name for name in line["numbers"] if "seconds" not in name and (run.repeats or "before" in name)]
-    return {name: line["numbers"][name] for name in names}
 
 
 # --- The table.
@@ -929,8 +1069,8 @@ other commands.
 A cell has the mean over the seeds, its standard error after "+-", and the smallest and the largest number in
 parentheses. A cell without "+-" has the median of several runs in place of the mean. Two seeds have their range alone.
 A number that is the same in all runs stands alone. The commands are those of seed 1. The runs of a row may come from
-several commits. If the code differs between them, the run with seed 1 was made again with the newest code, and gave the
-same numbers. Runs of TRL are not reproducible, so for them only the evaluations before training were compared.
+several commits. "Carried to" names the commit with whose code the first iterations of seed 1 were made again, stopped
+and resumed in between, and were the same to the last bit.
 """
 
 
@@ -984,6 +1124,8 @@ def section(name: str, lines: list[dict], find) -> str:
     comment = {variant: f"  # {variant}" * (len(row.variants) > 1) for variant in of}
     commands = [f"    {row.variants[variant].command(name, variant, 1)}{comment[variant]}" for variant in of]
     commits = f"Commit: {', '.join(sorted({line['commit'] for line in made}))}."
+    carried = sorted({line["carried_to"] for line in made if "carried_to" in line})
+    commits += f" Carried to {', '.join(carried)}." * bool(carried)
     commits += f" The processor was not idle in {loud} of {len(made)} runs." * bool(loud)
     note = textwrap.fill(" ".join(NOTES.get(name, "").split()), 120, break_long_words=False, break_on_hyphens=False)
     about = [note, ""] if note else []

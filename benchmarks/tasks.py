@@ -35,6 +35,7 @@ def split_rows(rows: list, split: str) -> list:
 class Sums(gym.Env):
     """Prompts "What is 8 + 9?", numbers of up to `digits` digits. Reward 1 if the last number of the answer is it.
 
+    A fifth of the pairs is held out, each with its swapped pair: of one digit 20 prompts of 100.
     partial: a wrong number of the right length gets half the share of its digits that are right.
     think: the prompt asks for it. order: prompts are shuffled by this seed.
     """
@@ -42,9 +43,9 @@ class Sums(gym.Env):
     def __init__(self, split: str = "train", digits: int = 1, partial: bool = False, think: bool = False,
                  order: int = 0):  # fmt: skip
         numbers = range(10**digits)
-        self.rows = split_rows([(a, b) for a in numbers for b in numbers], split)
-        if order:
-            random.Random(order).shuffle(self.rows)
+        pairs = split_rows([(a, b) for a in numbers for b in numbers if a <= b], split)  # 3 + 5 stays with 5 + 3
+        self.rows = list(dict.fromkeys(row for a, b in pairs for row in ((a, b), (b, a))))
+        random.Random(order).shuffle(self.rows)
         self.partial = partial
         self.task = " Think step by step, then give the answer." if think else ""
 

@@ -1,12 +1,15 @@
-"""The course: its runs are commands of the page, and its tables are what the runs gave."""
+"""The course: its runs are commands of the page, and its tables are what the runs gave; a case; the citation."""
 
+import json
 import re
 import sys
 
 import pytest
+import yaml
 from conftest import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
+import cases
 import course
 
 PAGE = (ROOT / "docs" / "course.md").read_text()
@@ -39,3 +42,40 @@ def test_exercises_and_projects_exist():
     assert letters == set(re.findall(r"^### ([A-Z])\b", exercises, re.MULTILINE))
     headings = {name.lower() for name in re.findall(r"^## (.*)$", projects, re.MULTILINE)}
     assert {name.replace("\n", " ").lower() for name in re.findall(r"\[([^\]]*)\]\(projects\.md#", PAGE)} <= headings
+
+
+def test_the_kl_without_right_answers_is_that_of_the_data():
+    """The page shows that it falls, and that of the healthy run rises."""
+    page, data = (ROOT / "docs" / "cases.md").read_text(), json.loads(cases.RESULTS.read_text())
+    [heads] = re.findall(r"^\| KL in nats.*? \| ([\d |]+) \|$", page, re.MULTILINE)
+    iterations = [int(x) for x in heads.split(" | ")]
+    ends = []
+    for label, run in ("with a warm start", cases.CASES["flat"].runs[1]), ("healthy", cases.HEALTHY):
+        for seed in (1, 2):
+            kl = data[f"{run.command()} ; {seed}"]["columns"][cases.KL]
+            cells = " | ".join(f"{kl[n // cases.MEAN_OF - 1]:.2f}" for n in iterations)
+            assert f"| {label}, seed {seed} | {cells} |" in page
+            ends.append(kl[-1] / max(kl))
+    assert max(ends[:2]) < 0.1 and min(ends[2:]) > 0.9
+    assert "from 0.67 to 0.03 and from 0.89 to 0.02 nats" in " ".join(PAGE.split())
+
+
+def test_the_collapse_of_the_entropy_is_in_the_data():
+    """At a reward of 0.45, and in the first 45 iterations, the entropy is below that of the healthy run."""
+    data = json.loads(cases.RESULTS.read_text())
+    for seed in (1, 2):
+        [failing, healthy] = [data[f"{run.command()} ; {seed}"]["columns"]
+                              for run in (cases.CASES["rate"].runs[0], cases.HEALTHY)]  # fmt: skip
+        pairs = list(zip(failing[cases.ENTROPY], healthy[cases.ENTROPY]))
+        assert all(low < high for low, high in pairs[:9])
+        rewards = list(zip(failing[cases.REWARD], healthy[cases.REWARD]))
+        assert all(low < high for low, high in rewards[3:])
+        at = lambda run: min(zip(run[cases.REWARD], run[cases.ENTROPY]), key=lambda pair: abs(pair[0] - 0.45))[1]
+        assert at(failing) < 0.55 and at(healthy) > 1.0
+
+
+def test_the_citation_names_the_authors_and_the_license_of_the_license():
+    citation, license_text = yaml.safe_load((ROOT / "CITATION.cff").read_text()), (ROOT / "LICENSE").read_text()
+    [author] = citation["authors"]
+    assert author["name"].lower() in license_text.lower() and citation["license"] in license_text
+    assert str(citation["date-released"].year) in license_text and "doi" not in citation

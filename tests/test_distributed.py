@@ -106,10 +106,24 @@ def saw(folder, name, ranks=2):
     return [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(ranks)]
 
 
+def assert_same_tokens(folder, other, after=0):
+    """From iteration `after` on, the rows of tokens.jsonl are the same but for rounding."""
+    rows, others = ([row for row in lines(x, "tokens") if row["iteration"] >= after] for x in (folder, other))
+    assert len(rows) == len(others) > 0
+    for a, b in zip(rows, others, strict=True):
+        assert a["tensors"].keys() == b["tensors"].keys()
+        for name, numbers in a["tensors"].items():
+            assert numbers == pytest.approx(b["tensors"][name], rel=1e-3, abs=2e-4), name
+        assert a.get("reward") == pytest.approx(b.get("reward"), rel=1e-5)
+        rounded = dict.fromkeys(("tensors", "reward"))
+        assert a | rounded == b | rounded
+
+
 def same_run(run, expected, after=0):
     """Of two run folders, from iteration `after` on: metrics, evaluations and weights but for rounding."""
     rows = lines(expected)[after:]
     assert_same_metrics(lines(run)[-len(rows) :], rows, 1e-5)
+    assert_same_tokens(run, expected, after)
     a, b = (json.loads((folder / "summary.json").read_text())["eval_after"] for folder in (run, expected))
     assert a == pytest.approx(b, abs=1e-5)
     for name in "model", "critic":

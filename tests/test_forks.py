@@ -371,15 +371,16 @@ def test_joint_loss_does_not_make_up_an_output_head_that_a_checkpoint_lacks(tmp_
 
 
 def guide_code(title):
-    """The code in an item of the guide's short changes."""
+    """The code in an item of the guide's small edits: each line of a block, and what stands in the text."""
     item = re.search(rf"^- \*\*{title}.*?(?=^- )", GUIDE, re.M | re.S)[0]
-    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", item)]
+    found = re.findall(r"```python\n(.*?)```|`([^`]+)`", item, re.S)
+    return [" ".join(x.split()) for block, code in found for x in block.splitlines() or [code] if x.strip()]
 
 
 def test_dapo_leaves_out_equal_groups_and_samples_that_were_cut_off(tmp_path):
     """The two edits of the guide, with group_normalised.patch."""
     choice = guide_code("Leave out prompts")[:5]
-    mask, kept, _, whitened, of_rows, *_ = guide_code("Overlong filter")
+    mask, kept, *_, whitened, of_rows = guide_code("Overlong filter")
     mask = re.sub(r"\[e\.stop.*?\]", of_rows, mask)
     kept = kept.replace("advantages=masked_whiten(trained.advantages, mask)", "").replace(", )", ")")
     assert whitened == "advantages=..." and of_rows in mask and "whiten" not in kept

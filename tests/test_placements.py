@@ -77,7 +77,7 @@ def sample_late(monkeypatch):
         monkeypatch.setattr(ppo_llm, name, changed)
 
 
-@pytest.mark.parametrize("patch", ["cpu_adam", "critic_ranks", "rollout_ranks", "tensor_parallel_sampler"])
+@pytest.mark.parametrize("patch", ["cpu_adam", "critic_ranks", "rollout_ranks"])
 def test_one_rank_of_a_cpu_has_the_numbers_of_the_script(patch, patched, launch):
     ours, plain = (launch(ppo, 1, ("run", CRITIC, None)) for ppo in (patched(patch), ppo_llm))
     same_run(ours / "run", plain / "run")
@@ -155,31 +155,6 @@ def test_rollout_ranks_sample_one_iteration_ahead(ranks, players, patched, launc
     assert [seen["code"] for seen in saw(folder, "stopped", ranks)] == [143] * ranks
     assert [path.name for path in (folder / "stopped" / "checkpoints").iterdir()] == ["iter_000003"]
     assert placed(folder, "run", ranks)[-2:] == ["actor critic reference" if players == 1 else "sampler", "sampler"]
-
-
-NOTED = """
-def in_threads(*args, original=in_threads):
-    Path(f"rank {RANK} asks").touch()
-    original(*args)
-def split_heads_and_neurons(sampler, mesh, original=split_heads_and_neurons):
-    original(sampler, mesh)
-    Path(f"shape {RANK}").write_text(json.dumps(sampler.model.layers[1].mlp.up_proj.weight.to_local().shape))
-"""
-
-
-@pytest.mark.slow
-def test_two_ranks_share_a_sampler(patched, launch):
-    ppo = patched("tensor_parallel_sampler")
-    with open(ppo.__file__, "a") as file:
-        file.write(NOTED)
-    run = CRITIC | dict(sampler_ranks=2)
-    folder = launch(ppo, 2, ("run", run, None), ("still", run | STILL, None))
-    alone = launch(ppo_llm, 1, ("run", CRITIC, None))
-    same_run(folder / "run", alone / "run")
-    assert_diagnosed(folder)
-    assert saw(folder, "run")[1]["episodes"] == saw(alone, "run", 1)[0]["episodes"]
-    assert [file.name for file in folder.glob("rank*")] == ["rank 0 asks"]  # one asks for both
-    assert [json.loads((folder / f"shape {rank}").read_text()) for rank in (0, 1)] == [[128 / 2, 64]] * 2
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from test_forks import experiences, train
 pytestmark = pytest.mark.shared
 sys.path.append(str(ROOT / "benchmarks"))
 import projects  # noqa: E402
+import tasks  # noqa: E402
 
 SEEDS = [1, 2, 3]
 RUNS = [run for name in projects.PROJECTS for run in projects.runs(name)]
@@ -229,3 +230,12 @@ def test_the_weights_of_the_sampler_are_rounded_to_few_bits(tmp_path):
     for rounded, p in zip(decoder.sampler.parameters(), actor.parameters(), strict=True):
         assert len(rounded.unique()) <= 2**3 - 1
         assert (rounded - p).abs().max() <= 1.01 * p.abs().max() / 3 / 2
+
+
+def test_a_sum_and_its_swapped_sum_are_on_one_side_of_the_split():
+    for digits, held_out in (1, 20), (2, 1994):
+        train, test = (tasks.Sums(split=split, digits=digits).rows for split in ("train", "test"))
+        assert len(train) == 100**digits - held_out and len(test) == held_out
+        assert len({*train, *test}) == 100**digits
+        assert not {(b, a) for a, b in test} & set(train)
+    assert tasks.Sums(order=1).rows != tasks.Sums(order=2).rows

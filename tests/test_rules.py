@@ -318,6 +318,7 @@ BROKEN_DISKS = {  # what fails, and how
     "folder": ("os", "listdir", PermissionError(errno.EACCES, "Permission denied")),
     "state.json": (None, "read_json", OSError(errno.EIO, "Input/output error")),
     "tensors": ("safetensors", "safe_open", OSError(errno.EIO, "Input/output error")),
+    "rights": (None, "open", PermissionError(errno.EACCES, "Permission denied")),
 }
 
 
@@ -328,7 +329,7 @@ def test_what_cannot_be_read_is_an_error_and_not_a_damaged_checkpoint(ppo, tmp_p
     folder = complete_checkpoint(tmp_path / "run", 1)
     (folder / "state.json").write_text('{"files": ["a.safetensors"]}')
     (folder / "a.safetensors").touch()
-    broken_disk = mock.patch.object(getattr(ppo, owner) if owner else ppo, name, raises(error))
+    broken_disk = mock.patch.object(getattr(ppo, owner) if owner else ppo, name, raises(error), create=name == "open")
     message = rf"^cannot read the checkpoints of \S*run: .*{error.strerror}"
     with broken_disk, pytest.raises(ppo.UserError, match=message):
         ppo.find_checkpoint(auto(ppo, tmp_path))
@@ -981,6 +982,18 @@ def test_the_last_events_are_written_and_the_summary_says_how_the_run_ended(ppo,
             record(ppo, tmp_path, tensorboard=True)
     writer.return_value.close.assert_called_once()
     assert ppo.read_json(tmp_path / "run" / "summary.json")["status"] == end
+
+
+def test_a_file_stays_as_it_was_if_its_new_content_does_not_fit_on_the_disk(ppo, tmp_path):
+    def write_half(path, content):
+        with open(path, "wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left")
+
+    ppo.write_json(tmp_path / "config.json", {"seed": 1})
+    with mock.patch.object(Path, "write_bytes", write_half), pytest.raises(OSError, match="No space left"):
+        ppo.write_json(tmp_path / "config.json", {"seed": 2})
+    assert ppo.read_json(tmp_path / "config.json") == {"seed": 1}
 
 
 def test_a_full_disk_does_not_hide_the_error_of_the_run(ppo, tmp_path):

@@ -1,5 +1,6 @@
 """benchmarks/table.py: which lines count, which runs are made, and what the table says of them."""
 
+import contextlib
 import dataclasses
 import json
 import shlex
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 import tyro
-from conftest import ROOT
+from conftest import ROOT, slow_but
 
 sys.path.append(str(ROOT / "benchmarks"))
 import cases
@@ -165,38 +166,69 @@ def test_runs_that_measure_time_come_last_and_alone(tmp_path, monkeypatch):
     assert most == {"default": 2, "iteration": 1} and order == ["default"] * 5 + ["iteration"] * 3
 
 
-def test_lines_are_carried_over_if_the_first_seed_gives_the_same_numbers(tmp_path, monkeypatch, capsys):
+def test_lines_are_carried_over_if_the_first_iterations_are_the_same(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
     monkeypatch.setattr(table, "PAGE", tmp_path / "table.md")
     made = []
 
-    def make_line(job):
-        made.append(job)
-        after = 0.5 if job.variant == "critic" else 0.25
-        return line_of(job, {"after": after, "iteration_seconds": 9.0})
+    def first_iterations(job, root, resumed):
+        made.append((job.variant, job.seed, root == ROOT, resumed))
+        return ["a", "b", "d" if job.variant == "constant" and resumed else "c"]
 
-    monkeypatch.setattr(table, "make_line", make_line)
+    monkeypatch.setattr(table, "first_iterations", first_iterations)
+    monkeypatch.setattr(table, "checkouts", lambda: contextlib.nullcontext(lambda commit: tmp_path / commit))
     jobs = [job for job in table.jobs_of(["sort"]) if job.variant in ("critic", "constant") and job.seed < 4]
     for job in jobs:
-        common.add_line(table.DATA, line_of(job, {"after": 0.5, "iteration_seconds": job.seed}, code="0123"))
-    assert not table.carry(["sort", "decode"], 2, "smollm2")  # The constant baseline gives other numbers now.
-    assert {(job.variant, job.seed) for job in made} == {("critic", 1), ("constant", 1)}
+        code = "4567" if (job.variant, job.seed) == ("critic", 3) else "0123"
+        common.add_line(table.DATA, line_of(job, {"after": 0.5, "iteration_seconds": job.seed}, code=code))
+    assert not table.carry(["sort", "decode"], 2, "smollm2")
+    assert sorted(made) == sorted((name, 1, new, new) for name in ("critic", "constant") for new in (True, False))
     lines = table.read_table()
     counted = [(job.variant, job.seed) for job in jobs if table.finished(job, lines)]
-    assert counted == [("critic", 1), ("constant", 1), ("critic", 2), ("critic", 3)]
-    carried = [line for line in lines if "carried_from" in line]
+    assert counted == [("critic", 1), ("critic", 2)]
+    carried = [line for line in lines if "carried_to" in line]
     assert [(line["seed"], line["carried_from"], line["numbers"]["iteration_seconds"]) for line in carried] == [
-        (2, "0123", 2), (3, "0123", 3)]  # fmt: skip
-    assert "sort, constant: seed 1 has other numbers, so seed 2 must be made again" in capsys.readouterr().out
-    assert not table.carry(["sort"], 2, "smollm2") and len(made) == 2
+        (1, "0123", 1), (2, "0123", 2)]  # fmt: skip
+    assert carried[0]["fingerprints"] == ["a", "b", "c"] and "fingerprints" not in carried[1]
+    said = capsys.readouterr().out
+    assert "sort, constant: iteration 3 differs from that of" in said
+    assert "sort, critic, 3: its line is of other code than seed 1" in said
+    made.clear()
+    assert not table.carry(["sort"], 2, "smollm2") and {name for name, *_ in made} == {"constant"}
 
 
-def test_what_a_run_made_again_must_have():
-    line = {"numbers": {"before": 0.1, "greedy_before": 0.3, "after": 0.9, "iteration_seconds": 9.0}}
-    before = {"before": 0.1, "greedy_before": 0.3}
-    assert table.results_of(line, table.Run()) == before | {"after": 0.9}
-    assert table.results_of(line, table.Run(repeats=False)) == before
-    assert not table.ROWS["sums"].variants["TRL"].repeats
+def test_rows_without_first_iterations_are_not_carried(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
+    for job in table.jobs_of(["pages", "faults", "decode"], [1]):
+        common.add_line(table.DATA, line_of(job, {}, code="0123"))
+    assert not table.carry(["pages", "faults", "decode"], 2, "smollm2")
+    said = capsys.readouterr().out
+    assert "pages, course: has no first iterations" in said and "faults, the list: has no" in said
+    assert "decode" not in said
+
+
+SMALL = "--num-iterations 3 --rollout-batch-size 16 --train-batch-size 8 --sft-steps 3 --eval-episodes 2"
+CHANGES = {  # of the scripts: what must differ, (old, new)
+    "a learning rate": (1, ("args.actor_lr, args.lr_end,", "args.actor_lr * (1 + 1e-6), args.lr_end,")),
+    "the noise": (0, ("keys ^ 0x5851F42D", "keys ^ 0x5851F42E")),
+    "a stop id": (0, ("self.stop_ids = torch.tensor(stop_ids,", "self.stop_ids = torch.tensor([*stop_ids, 5],")),
+    "nothing": (None, ("", "")),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["a learning rate"], CHANGES))
+def test_a_change_of_the_code_shows_in_the_first_iterations(name, tmp_path, monkeypatch):
+    """The run of the new code is stopped and resumed, which changes nothing."""
+    differs, (old, new) = CHANGES[name]
+    text = (ROOT / "ppo_llm.py").read_text()
+    assert not old or text.count(old) == 1
+    (tmp_path / "ppo_llm.py").write_text(text.replace(old, new) if old else text)
+    row = table.Row("", {"": table.Run(SMALL)}, ())
+    monkeypatch.setitem(table.ROWS, "small", row)
+    job = table.Job("small", "", 1)
+    one, other = table.first_iterations(job, ROOT, False), table.first_iterations(job, tmp_path, True)
+    assert len(one) == len(other) == 3
+    assert next((i for i in range(3) if one[i] != other[i]), None) == differs
 
 
 def test_the_numbers_of_the_table_are_those_of_the_lines():

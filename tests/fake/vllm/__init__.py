@@ -1,6 +1,7 @@
 """A stand-in for vLLM, for tests of forks/vllm.patch on machines without it: the part of its interface that is used.
 
-A request is computed by the Transformer of the unpatched script, alone, a token per step. As in vLLM
+A request is computed alone, a token per step, by the Transformer of the unpatched script or, for families that it does
+not have, by the model of transformers. As in vLLM
 
 - weights are random until they are loaded, and unknown names are refused
 - on a CPU the head has a packed copy of its weights, which a tied head keeps when the embedding is loaded
@@ -12,6 +13,7 @@ A request is computed by the Transformer of the unpatched script, alone, a token
 import types
 
 import torch
+import transformers
 
 import ppo_llm  # The tests import it before they replace it by the patched one.
 
@@ -25,9 +27,15 @@ __version__ = "0.32.0"
 class Model:
     """The engine's model. `lm_head.quant_method` packs the head."""
 
-    def __init__(self, config, dtype):
-        self.transformer = ppo_llm.Transformer(config).to(dtype).requires_grad_(False)
-        self.lm_head = self.transformer.lm_head
+    def __init__(self, folder, dtype):
+        try:
+            self.config = ppo_llm.load_config(folder)
+            self.transformer = ppo_llm.Transformer(self.config)
+        except ppo_llm.UserError:  # another family
+            self.config = transformers.AutoConfig.from_pretrained(folder)
+            self.transformer = transformers.AutoModelForCausalLM.from_config(self.config).eval()
+        self.transformer = self.transformer.to(dtype).requires_grad_(False)
+        self.lm_head = self.transformer.get_submodule("lm_head")
         self.lm_head.quant_method = self
         self.process_weights_after_loading(self.lm_head)
 
@@ -38,7 +46,9 @@ class Model:
         self.packed = head.weight.clone()
 
     def load(self, weights):
+        saved = self.transformer.state_dict()
         targets = dict(self.transformer.named_parameters())
+        targets |= {name: x for name, x in self.transformer.named_buffers() if name in saved}
         for name, x in weights:
             assert type(x) is torch.Tensor or isinstance(x, torch.nn.Parameter), f"{name} is not whole"
             assert x.dtype == targets[name].dtype, name
@@ -48,8 +58,10 @@ class Model:
         assert not targets, f"not loaded: {list(targets)}"
 
     def logits(self, ids):
-        positions = torch.arange(len(ids))
-        x = self.transformer.hidden_states(torch.tensor([ids]), positions)[0, -1:]
+        ids = torch.tensor([ids])
+        if not isinstance(self.transformer, ppo_llm.Transformer):
+            return self.transformer(ids).logits[0, -1].float()
+        x = self.transformer.hidden_states(ids, torch.arange(ids.shape[1]))[0, -1:]
         return ppo_llm.float32_product(x, self.packed.T)[0]
 
 
@@ -58,12 +70,13 @@ class LLM:
 
     def __init__(self, model, *, dtype, max_model_len, max_num_seqs, kv_cache_memory_bytes, load_format,
                  logprobs_mode="raw_logprobs", **flags):  # fmt: skip
-        config = ppo_llm.load_config(model)
-        cache = max_model_len * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+        self.model = Model(model, getattr(torch, dtype))
+        config = self.model.config
+        cache = max_model_len * 2 * config.num_hidden_layers * config.hidden_size * 4
         if cache > kv_cache_memory_bytes:
             raise ValueError(f"To serve at least one request, {cache} bytes are needed")
         assert load_format == "dummy"
-        self.model, self.eos = Model(config, getattr(torch, dtype)), config.eos_token_id
+        self.eos = config.eos_token_id
         self.length, self.slots, self.mode, self.flags = max_model_len, max_num_seqs, logprobs_mode, flags
         self.llm_engine = self
         self.texts = {}  # {ids: logits of the next token}, the prefix cache
