@@ -2636,7 +2636,7 @@ ADVICE = {  # by the cause of a ratio that stays at 1, or does not begin there
     "nothing? If not, check --max-new-tokens, the mask and the choice of samples",
     "forward_mismatch": "dropout? shifted mask? another temperature? samples of an earlier policy?",
     "kl_early_stop": "raise --target-kl or lower --actor-lr",
-    "no_step": "no step was made: were there minibatches?",
+    "no_step": "no step was taken: were there minibatches?",
     "steps_skipped": "gradients are not finite: large rewards? NaN in log-probs?",
     "bf16_underflow": "updates are rounded away: keep the weights in float32",
     "one_update_by_design": "this is correct; with more epochs or minibatches the ratio moves",
@@ -3158,7 +3158,7 @@ def check_ranks_agree(prompts: list[int], samples: Experience, state: TrainState
     for other in of_all_ranks(mine):
         for name in mine:
             if other[name] != mine[name]:
-                raise UserError(f"the ranks differ in {name}: compute it alike on all of them")
+                raise UserError(f"the ranks differ in {name}: compute it identically on every rank")
 
 
 def upload(x: Tensor, device: str) -> Tensor:
@@ -3301,7 +3301,7 @@ def load_model(folder: str, head: str, args, needs_head=True) -> tuple[HFTokeniz
     length, positions = max_sample_length(args), config.max_position_embeddings
     if length > positions:
         raise UserError(
-            f"--max-prompt-tokens and --max-new-tokens: {length} tokens in sum, but {folder} takes "
+            f"--max-prompt-tokens and --max-new-tokens: {length} tokens in total, but {folder} takes "
             f"at most {positions}"
         )
     if tokenizer.vocab_size > config.vocab_size:
@@ -3441,7 +3441,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
             microbatch_stats.append({"loss": loss})
         lr = linear_schedule(args.actor_lr, 0.0, i / args.sft_steps)
         optimizer_step(actor, optimizer, lr, args)
-    print0(f"  loss {sum_over_ranks(microbatch_stats)['loss']:.3f} per token in the last one")
+    print0(f"  loss {sum_over_ranks(microbatch_stats)['loss']:.3f} per token in the last step")
 
 
 # === 11. Run folder, saving, resuming ===

@@ -767,7 +767,7 @@ def test_ranks_that_do_not_compute_alike_are_an_error_that_names_what(ppo):
         ("state", "TrainState", ppo.TrainState(3, 1, eval_before={"reward": math.nan})),
     ]:  # fmt: skip
         for ranks in (same, same | {part: other}), (same | {part: other}, same):
-            with pytest.raises(ppo.UserError, match=f"the ranks differ in {name}: compute it alike on all of them"):
+            with pytest.raises(ppo.UserError, match=f"the ranks differ in {name}: compute it identically"):
                 ranks_agree(ppo, *ranks)
 
 
@@ -785,7 +785,7 @@ gym.register("Disagrees-v0", entry_point=Disagrees)
 @pytest.mark.slow
 def test_two_ranks_that_choose_other_prompts_end_with_an_error(ppo, tmp_path):
     flags = SMALL | dict(env_id="test_rules:Disagrees-v0")
-    error = "UserError: the ranks differ in the seeds of the prompts: compute it alike on all of them"
+    error = "UserError: the ranks differ in the seeds of the prompts: compute it identically on every rank"
     with pytest.raises(ProcessRaisedException, match=error):
         run_on_ranks(ppo, tmp_path, 2, ("run", flags, None))
     assert lines(tmp_path / "run") == []
