@@ -1,11 +1,11 @@
 """vLLM as the sampler (forks/vllm.patch) beside the scripts' own samplers. docs/vllm.md has the results.
 
     python benchmarks/checkpoints.py smollm2 DIR
-    python benchmarks/vllm_sampler.py sums DIR 1 vllm    # one-digit sums, seed 1; or `own`: adds to data/vllm.jsonl
-    python benchmarks/vllm_sampler.py rollouts DIR       # seconds of rollouts and of the hand-over: adds to data/vllm.jsonl
+    python benchmarks/vllm_sampler.py sums DIR 1 vllm    # one-digit sums with seed 1, by vLLM; or `own`
+    python benchmarks/vllm_sampler.py rollouts DIR       # seconds of rollouts and of the hand-over
     python benchmarks/vllm_sampler.py table              # prints the tables
 
-The first two need the environment of benchmarks/vllm.sh. A run of sums takes seven minutes of one core. In `rollouts`
+The results are lines of data/vllm.jsonl. The first two need the environment of benchmarks/vllm.sh. A run of sums takes seven minutes of one core. In `rollouts`
 all samplers are in one process, with the same weights, prompts and limit, and play in turn. Their samples differ, since
 their noise does, so the measure is tokens per second.
 """

@@ -633,7 +633,7 @@ def vllm():
     sys.path.insert(0, str(ROOT / "tests"))
     import check_vllm
 
-    shape = SHAPE | dict(num_attention_heads=2, num_key_value_heads=1) if TINY else SHAPE  # its heads may not be smaller
+    shape = SHAPE | dict(num_attention_heads=2, num_key_value_heads=1) if TINY else SHAPE  # large heads
     folder = WORK / "vllm_model"
     common.write_checkpoint(str(folder), common.character_tokenizer(shape["vocab_size"]), 4096, shape)
     flags = dict(device=DEVICE, dtype=OPTIONS.get("dtype", "bfloat16"), compile=COMPILED, vllm_cache_gb=1.0)
