@@ -262,12 +262,6 @@ def norms_are_those_before_clipping(ppo):
         expect("norm of the actor's first gradient", "more than 0.001", norm, norm > 1e-3, max_grad_norm=1e-3)
 
 
-def responses_may_be_as_long_as_the_flag_says(ppo):
-    with small_run(ppo, num_iterations=1) as run:
-        longest = int(run.experiences[0].mask.sum(1).max())
-        expect("tokens of the longest response", 5, longest, max_new_tokens=5)
-
-
 SHIFT = "comes from the output one token earlier"
 KL, RATIO = "objective/kl", "ratio/first_dev"
 
@@ -360,5 +354,4 @@ HIDDEN = {
     "logprob_of_the_previous_token": (GAP, keeps("sampling", "The log-prob is that")),
     "returns_without_the_kl": ("critic/return_mean", keeps("advantages", "They are made of `rewards`")),
     "gradient_norm_after_clipping": ("actor/grad_norm", norms_are_those_before_clipping),
-    "limit_one_token_less": ("objective/response_tokens", responses_may_be_as_long_as_the_flag_says),
 }
