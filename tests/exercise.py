@@ -201,8 +201,9 @@ def blank_text(*names: str) -> str:
         lines[left_out.start : left_out.stop] = [indent + line for line in part]
     text = "\n".join(lines) + "\n"
     for name in names:
-        assert SCRIPT.read_text().count(BLANKS[name].hidden) == 1 or not BLANKS[name].hidden, name
-        text = text.replace(BLANKS[name].hidden or "\0", "")
+        if hidden := BLANKS[name].hidden:
+            assert text.count(hidden) == 1, name
+            text = text.replace(hidden, "")
     return text
 
 

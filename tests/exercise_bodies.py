@@ -1,4 +1,4 @@
-"""Bodies that students may write: right ones in unusual forms, in exercise_right.txt, and exercise_wrong.txt.
+"""Bodies that students may write: mistakes (exercise_wrong.txt), and right ones in unusual forms (exercise_right.txt).
 
     python tests/exercise_bodies.py          # says which wrong bodies pass, and which right ones fail
     python tests/exercise_bodies.py gae      # of one exercise

@@ -262,12 +262,6 @@ def norms_are_those_before_clipping(ppo):
         expect("norm of the actor's first gradient", "more than 0.001", norm, norm > 1e-3, max_grad_norm=1e-3)
 
 
-def responses_may_be_as_long_as_the_flag_says(ppo):
-    with small_run(ppo, num_iterations=1) as run:
-        longest = int(run.experiences[0].mask.sum(1).max())
-        expect("tokens of the longest response", 5, longest, max_new_tokens=5)
-
-
 SHIFT = "comes from the output one token earlier"
 KL, RATIO = "objective/kl", "ratio/first_dev"
 
@@ -345,11 +339,13 @@ HIDDEN = {
     "clip_min_for_max": ("objective/kl", keeps("surrogate", "The clip never hides")),
     "approx_kl_is_k1": ("actor/approx_kl", keeps("surrogate", "approx_kl is the sum")),
     "clipfrac_of_one_side": ("actor/clipfrac", keeps("surrogate", "clipfrac counts")),
+    "ratio_dev_is_signed": ("actor/ratio_dev", keeps("surrogate", "ratio_dev is the sum")),
     "value_loss_without_half": ("critic/value_loss", keeps("value", "half the square")),
     "kl_the_other_way_round": ("objective/kl", keeps("kl", "It is negative where")),
     "denominator_counts_the_prompt": ("actor/entropy", keeps("minibatches", "without the prompts")),
     "kl_per_token": ("objective/kl", kl_is_that_of_a_sample),
     "return_mean_of_the_values": ("critic/return_mean", means_are_those_of_the_experience),
+    "value_mean_over_padding": ("critic/value_mean", means_are_those_of_the_experience),
     "reward_on_the_first_token_of_a_turn": ("critic/return_mean", given_text_is_no_action),
     "advantages_not_whitened": ("actor/grad_norm", keeps("advantages", "all samples together")),
     "critic_head_random": ("critic/value_mean", values_move),
@@ -358,5 +354,4 @@ HIDDEN = {
     "logprob_of_the_previous_token": (GAP, keeps("sampling", "The log-prob is that")),
     "returns_without_the_kl": ("critic/return_mean", keeps("advantages", "They are made of `rewards`")),
     "gradient_norm_after_clipping": ("actor/grad_norm", norms_are_those_before_clipping),
-    "limit_one_token_less": ("objective/response_tokens", responses_may_be_as_long_as_the_flag_says),
 }

@@ -105,7 +105,7 @@ ANSWERS = {"right": (RIGHT, (6, "")), "constant": ("return first", (1, "")), "be
 HOSTILE = {
     "does not parse": ("def f(:", (0, "syntax")),
     "loops": ("while True: pass", (0, "time")),
-    "prints": (f"import sys; sys.stdout.write('x' * 10**8); print('y' * 10**7, file=sys.stderr)\n{RIGHT}", (6, "")),
+    "prints": (f"import sys; sys.stdout.write('x' * 10**7); print('y' * 10**7, file=sys.stderr)\n{RIGHT}", (6, "")),
     "exits": ("os._exit(0)", (0, "exit")),
     "exits as it is loaded": ("raise SystemExit\ndef linear_schedule(): pass", (0, "exit")),
     "forks": ("if not os.fork():\n    os.setsid()\n    while True:\n        open('ALIVE', 'a').write('x')\n"
