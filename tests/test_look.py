@@ -167,7 +167,6 @@ def test_new_logprobs_are_those_of_the_trained_actor(ppo, tmp_path):
         assert (logged - torch.tensor(row["tensors"]["old_logprobs"])).abs().max() > 1e-3
 
 
-@pytest.mark.both
 def test_a_run_is_the_same_to_the_last_bit_without_the_file(ppo, tmp_path):
     flags = dict(env_id="environments:TwoTurns-v0", save_every=2, kl_coef=0.1)
     train(ppo, tmp_path, run_name="with", **flags)
