@@ -1,8 +1,8 @@
 """Six case histories: runs of the default task that fall ill in ways one meets in practice, beside the healthy one.
 
     python benchmarks/cases.py                       # the cases, and the commands of their runs
-    python benchmarks/cases.py run collapse          # makes the runs of a case; adds to data/cases.json
-    python benchmarks/cases.py run collapse 2        # the same with seed 2
+    python benchmarks/cases.py run rate              # makes the runs of a case; adds to data/cases.json
+    python benchmarks/cases.py run rate 2            # the same with seed 2
     python benchmarks/cases.py read runs/table/CODE/*/line.json    # adds runs that table.py has made
     python benchmarks/cases.py table                 # numbers of all runs
     python benchmarks/cases.py plot                  # pictures/case_NAME.png
@@ -45,16 +45,16 @@ CASES = {
                     "A healthy run: the reward rises from the first iterations, and the entropy falls to 0.02",
                     [HEALTHY], [REWARD, ENTROPY, CLIPFRAC, EXPLAINED]),
     "rate": Case("a learning rate ten times too large",
-                 "Ten times the learning rate throws the policy far away at once, and the way back is long",
+                 "Ten times the learning rate throws the policy far away at once, and the entropy collapses",
                  [Run("rate x 10", "--actor-lr 5e-3")],
-                 [REWARD, APPROX_KL, CLIPFRAC, KL]),
+                 [REWARD, APPROX_KL, (ENTROPY, REWARD), KL]),
     "flat": Case("no answer is ever right",
-                 "Rewards that hardly ever differ teach nothing, with a warm start or without one",
+                 "Rewards that hardly ever differ teach nothing, and the KL penalty pulls the policy back",
                  [Run("no warm start", "--env-id benchmarks.tasks:Exact-v0 --sft-steps 0 --num-iterations 60"),
                   Run("warm start", "--env-id benchmarks.tasks:Exact-v0")],
-                 [REWARD, STD, CLIPFRAC, ENTROPY]),
-    "collapse": Case("entropy collapse",
-                     "Entropy over the reward shows the collapse, and entropy over iterations does not",
+                 [REWARD, STD, KL, CLIPFRAC]),
+    "collapse": Case("a late start",  # The name is that of its rows in table.md.
+                     "Without a warm start and a KL penalty the reward rises late, and answers are cut off",
                      [Run("no warm start, no KL", "--sft-steps 0 --kl-coef 0"),
                       Run("entropy bonus 0.03", "--sft-steps 0 --kl-coef 0 --entropy-coef 0.03")],
                      [REWARD, ENTROPY, (ENTROPY, REWARD), TRUNCATED]),

@@ -30,19 +30,15 @@ LESSONS = {
         "bfloat16, the sampler's log-probs are the old ones": (
             "", f"{SHORT} --dtype bfloat16 --no-recompute-old-logprobs"),
     },
-    "3": {
-        "the default critic": ("", FORTY),
-        "no critic": ("", f"{FORTY} --critic-epochs 0"),
-    },
     "4": {
-        "healthy": ("", FORTY),
-        "learning rate of the actor times ten": ("", f"{FORTY} --actor-lr 5e-3"),
-        "learning rate of the actor divided by ten": ("", f"{FORTY} --actor-lr 5e-5"),
-    },
-    "5": {
         "a critic": ("", FORTY),
         "no critic": ("", f"{FORTY} --critic-epochs 0"),
         "groups of four samples": ("group_normalised", FORTY),
+    },
+    "5": {
+        "healthy": ("", FORTY),
+        "learning rate of the actor times ten": ("", f"{FORTY} --actor-lr 5e-3"),
+        "learning rate of the actor divided by ten": ("", f"{FORTY} --actor-lr 5e-5"),
     },
 }  # fmt: skip
 # Of each lesson: [(title of a column, metric, "max", "last ten" or an iteration from 1 on, form)]
@@ -50,16 +46,14 @@ COLUMNS = {
     "2": [("`debug/sampler_trainer_logprob_diff`", "debug/sampler_trainer_logprob_diff", "max", ".0e"),
           ("`ratio/first_dev`", "ratio/first_dev", "max", ".0e"),
           ("`ratio/last_dev` in iteration 1", "ratio/last_dev", 1, ".2f")],
-    "3": [("mean value in iteration 20", "critic/value_mean", 20, ".2f"),
+    "4": [("mean value in iteration 20", "critic/value_mean", 20, ".2f"),
           ("mean return in iteration 20", "critic/return_mean", 20, ".2f"),
           ("explained variance, iterations 31 to 40", "critic/explained_variance", "last ten", ".2f"),
           ("reward, iterations 31 to 40", "objective/reward", "last ten", ".2f")],
-    "4": [("`approx_kl` in iteration 1", "actor/approx_kl", 1, ".2g"),
+    "5": [("`approx_kl` in iteration 1", "actor/approx_kl", 1, ".2g"),
           ("`clipfrac` in iteration 1", "actor/clipfrac", 1, ".2f"),
           ("reward in iteration 1", "objective/reward", 1, ".2f"),
           ("KL, iterations 31 to 40, nats", "objective/kl", "last ten", ".1f"),
-          ("reward, iterations 31 to 40", "objective/reward", "last ten", ".2f")],
-    "5": [("KL, iterations 31 to 40, nats", "objective/kl", "last ten", ".1f"),
           ("reward, iterations 31 to 40", "objective/reward", "last ten", ".2f")],
 }  # fmt: skip
 METRICS = sorted({metric for columns in COLUMNS.values() for _, metric, *_ in columns})

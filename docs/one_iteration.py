@@ -5,7 +5,8 @@
 First the built-in model learns to sort three digits for six iterations, so that neither the KL nor
 the values are 0. Then three samples go through one iteration, as a single minibatch, for two
 epochs. The script prints the tensors of that iteration, each [3, T]. It computes every tensor that
-follows from earlier ones by itself, and asserts that `ppo_llm.py` has used the same numbers.
+follows from earlier ones by itself, and asserts that `ppo_llm.py` has used the same numbers. In
+between stands a made-up response that shows what lambda does to the blame for a bad token.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ppo_llm
@@ -74,6 +76,21 @@ def check(mine: torch.Tensor, its: torch.Tensor):
     torch.testing.assert_close(mine, its.detach(), rtol=1e-4, atol=1e-5)
 
 
+def show_blame():
+    """Advantages of a response that earns 0 because of its third token, for several lambdas."""
+    values, mask = torch.tensor([[0.7, 0.7, 0.7, 0.1]]), torch.ones(1, 4).bool()
+    rewards = torch.zeros(1, 4)
+    show("values of a response that earns 0, and whose third token is the bad one", values, mask)
+    deltas = rewards + F.pad(values[:, 1:], (0, 1)) - values
+    for gae_lambda in (1.0, 0.5, 0.0):
+        mine = torch.stack([  # delta[t] + lambda * delta[t + 1] + lambda^2 * delta[t + 2] + ...
+            sum(gae_lambda ** (later - t) * deltas[:, later] for later in range(t, 4))
+            for t in range(4)
+        ], 1)  # fmt: skip
+        check(mine, ppo_llm.compute_gae(rewards, values, mask, 1.0, gae_lambda)[0])
+        show(f"advantages, lambda {gae_lambda}", mine, mask)
+
+
 def main():
     [(call_args, experience)], policy_calls, value_calls = train()
     args, e, mask = ppo_llm.Args(), experience, experience.mask
@@ -108,6 +125,7 @@ def main():
     whitened = (advantages - mean) / std
     check(whitened[mask], e.advantages[mask])
     show("whitened advantages", whitened, mask)
+    show_blame()
 
     for epoch, ((new, old, *_), (loss, _)) in enumerate(policy_calls, start=1):
         # A minibatch has the samples in another order.

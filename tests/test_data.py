@@ -215,6 +215,13 @@ def test_a_reward_function_may_change_its_row(ppo, tmp_path):
             assert each.step("b")[1] is True
 
 
+@pytest.mark.parametrize("content", ['{"prompt": "é"}\r\n\r\n{"prompt": "b"}', '[{"prompt": "é"}, {"prompt": "b"}]'])
+def test_files_of_windows_have_their_rows(ppo, tmp_path, content):
+    """They may begin with a byte-order mark."""
+    (tmp_path / "rows.jsonl").write_bytes(content.encode("utf-8-sig"))
+    assert sorted(row["prompt"] for row in ppo.Prompts(str(tmp_path / "rows.jsonl")).rows) == ["b", "é"]
+
+
 def test_functions_with_another_signature_are_refused(ppo, tmp_path):
     """Not called with a row as ground truth."""
     verl = lambda data_source, solution_str, ground_truth, extra_info=None: 1.0

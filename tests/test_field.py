@@ -72,10 +72,11 @@ def test_a_lost_terminal_or_a_scheduler_ends_the_run_after_the_iteration(ppo, tm
 
 
 def fork_has(handlers):
-    """Whether signals have these handlers in a process that is forked."""
+    """Whether signals have these handlers in a process that is forked, and reach both processes."""
+    blocked = lambda: handlers.keys() & signal.pthread_sigmask(signal.SIG_BLOCK, [])
     if not (child := os.fork()):
-        os._exit(any(signal.getsignal(number) != handler for number, handler in handlers.items()))
-    return os.waitpid(child, 0)[1] == 0
+        os._exit(bool(blocked()) or any(signal.getsignal(number) != handler for number, handler in handlers.items()))
+    return os.waitpid(child, 0)[1] == 0 and not blocked()
 
 
 @OTHER_SIGNALS

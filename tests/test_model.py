@@ -125,7 +125,8 @@ def test_a_text_that_shares_a_token_with_the_one_before_is_encoded_alone(ppo):
 
 
 def test_a_conversation_ends_with_its_response(ppo, tmp_path):
-    tokenizer, turns = ppo.HFTokenizer(write_tokenizer(tmp_path, CHATML)), ppo.as_messages("hello")
+    """The tokenizer would put BOS first. With a template it must not: the template alone does."""
+    tokenizer, turns = ppo.HFTokenizer(write_tokenizer(tmp_path, CHATML, bos=True)), ppo.as_messages("hello")
     turns.append({"role": "assistant", "content": "yes"})
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
     assert tokenizer.encode_conversation(2 * turns) == ids_of(2 * text)

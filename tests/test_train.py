@@ -213,6 +213,7 @@ def test_target_kl_ends_the_actor_steps_before_the_one_that_exceeds_it(run):
     assert [step["approx_kl"] for step in seen.rows[0]["ratio/steps"]] == approx_kls[:stop]
     assert [name for name, *_ in seen.steps] == ["critic"] * 8 + ["actor"] * stop
     assert len(seen.calls["policy_loss"]) == stop + 1 < 8  # all epochs end, and leave no gradient
+    assert [name for name, *_ in run(**flags, target_kl=0.0).steps].count("actor") == 1  # 0 is a limit, too
     assert seen.rows[0]["ratio/early_stop_kl"] == approx_kls[stop]
     assert not any(p.grad is not None and p.grad.any() for p in seen.models["actor"].parameters())
 
