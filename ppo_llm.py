@@ -21,7 +21,7 @@ r"""PPO for language models, in one file and in plain PyTorch.
     python ppo_llm.py
 
     # Word problems with Qwen2.5-Coder-0.5B-Instruct, on one GPU (peak memory 55 GB). In one run the
-    # share of right answers to test problems rose from 24 to 33 %.
+    # share of right answers to test problems rose from 24% to 33%.
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
         --eval-env-kwargs '{"path": "test.jsonl"}' --max-prompt-tokens 256 --max-new-tokens 512 \
         --num-iterations 100 --ppo-epochs 1 --actor-lr 1e-6 --critic-lr 1e-5 --lr-end 1 \
@@ -229,8 +229,8 @@ class Args:
     # 1e-3 for the built-in model and 7e-5 for Qwen2.5-0.5B
     critic_lr: float | None = None
     lr_end: float = 0.05  # both learning rates fall linearly to this fraction of their start
-    # number of iterations at the start that train the critic alone; the actor's learning rate falls
-    # over the iterations after them, the critic's over all iterations
+    # initial iterations that train only the critic; the actor's learning rate falls over the
+    # iterations after them, the critic's over all iterations
     critic_warmup_iterations: int = 0
     max_grad_norm: float = 1.0  # maximum norm of a gradient; a larger gradient is scaled down
 
@@ -265,8 +265,7 @@ class Args:
     # number of episodes per evaluation, each played twice, at temperature 1 and greedily; 0: no
     # evaluations
     eval_episodes: int = 512
-    # number of iterations between evaluations; 0: none between the first and the last one, which
-    # are made before and after training
+    # number of iterations between evaluations; 0: evaluate only before and after training
     eval_every: int = 0
     # number of iterations between checkpoints; 0: no checkpoints, unless a signal stops the run
     save_every: int = 50
@@ -289,7 +288,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """x with mean 0 and standard deviation 1 over the mask, and 0 elsewhere.
 
-    If the standard deviation of x is below 1e-3, that of the result is visibly below 1, because
+    If the standard deviation of x is below 1e-3, the result's is noticeably below 1, because
     1e-8 is added to the variance.
     """
     centered = torch.where(mask, x - masked_mean(x, mask), 0.0)
@@ -461,10 +460,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
 
         # --- Rollout. Each rank plays its share of the episodes and receives all of them.
         # FORK: choice of prompts. The environment derives a prompt from a seed. All ranks need the
-        # same seeds: compute them from args, `state` and random.Random(a function of args.seed and
-        # state.iteration). Keep what must survive a resume in `TrainState`, not in a variable from
-        # before the loop. In Prompts-v0 and GSM8K-v0 a seed below `num_prompts` gives the prompt of
-        # that index in the environment's `rows`.
+        # same seeds, after a resume as well: see "Prompts" in forks/README.md.
         first = first_training_seed(args, envs[0]) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
@@ -553,8 +549,8 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         # FORK: memory across iterations. Add fields to `TrainState`, which is saved as JSON.
         # FORK: a reference that is renewed. Call copy_weights(actor, reference) every so often.
         clock.end("hand_over")
-        # The microbatches of a selection differ from those in which its samples were scored. They
-        # round differently, so its first ratio is 1 only up to rounding.
+        # A selection is trained on in other microbatches than those in which it was scored. They
+        # round differently, so after a selection the first ratio is 1 only up to rounding.
         same_microbatches = trained is experience
         metrics = iteration_metrics(
             episodes, experience, tokenizer, actor_step_stats, critic_step_stats, evaluation, clock
@@ -629,7 +625,7 @@ class Experience:
     tokens: Tensor
     mask: Tensor  # bool: True at the tokens that are trained on
     sampler_logprobs: Tensor
-    rewards: Tensor  # of the environment; make_experience adds all others but the KL
+    rewards: Tensor  # from the environment; make_experience adds score and penalty, but no KL
     # `make_experience` fills in the rest.
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None  # NaN if there is no reference
@@ -748,12 +744,8 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     # the penalty for a response that was cut off, are added to the last token of the sample. This
     # is `experience.rewards`, which is logged. The advantages use `rewards`, less the KL.
     # FORK: reward shaping. The lines below change the logged reward as well. To leave it as it is,
-    # change `rewards`, further down, and not `experience.rewards`. Evaluations use neither. Every
-    # rank must compute the same numbers for all samples. The samples of one prompt are adjacent.
-    # Skip rows whose mask is empty: they have no reward. Put a sample's reward on its last token.
-    # If it were on every token, it would in effect be multiplied by the length of the response. To
-    # test whether two samples have the same reward, compare their sums over tokens with a
-    # tolerance, because rounding depends on the order of a sum.
+    # change `rewards`, further down, and not `experience.rewards`. Put a sample's reward on its
+    # last token, and skip rows whose mask is empty: see "Rewards" in forks/README.md.
     last = torch.arange(len(episodes)), experience.lengths - 1  # index of each sample's last token
     experience.rewards[last] += torch.tensor([episode.score for episode in episodes])
     was_cut = torch.tensor([episode.stop == "length" for episode in episodes])
@@ -1117,7 +1109,7 @@ KERNELS = {
 
 
 def has_varlen(kernel: str, x: Tensor, head_dim: int) -> bool:
-    """Whether `kernel`, of attention for samples of different lengths, is used for x."""
+    """Whether `kernel`, a variable-length attention kernel, is used for x."""
     fits = head_dim % 8 == 0 and head_dim <= 256  # Flash attention refuses other sizes.
     return KERNELS[kernel] and x.is_cuda and x.dtype == torch.bfloat16 and fits
 
@@ -1277,7 +1269,7 @@ class Transformer(nn.Module):
         self.config = config
         self.head = head
         self.tied = head == "lm" and config.tie_word_embeddings
-        self.checkpointing = checkpointing  # of activations
+        self.checkpointing = checkpointing  # activation checkpointing
         self.compile_head = compile_head  # see token_logprobs
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
@@ -1433,7 +1425,7 @@ class Decoder:
         self.tokens = zeros(B, S + 1, dtype=torch.int64)
         self.logprobs = zeros(B, S + 1)
         self.length = zeros(B, dtype=torch.int64)
-        self.limit = zeros(B, dtype=torch.int64)  # of the length
+        self.limit = zeros(B, dtype=torch.int64)  # maximum length
         self.noise_keys = zeros(B, dtype=torch.int32)  # see gumbel_noise
         self.alive = zeros(B, dtype=torch.bool)  # still decoding
         self.temperature = zeros(())
@@ -2184,13 +2176,13 @@ gym.register("SortDigits-v0", entry_point=SortDigits)
 gym.register("Prompts-v0", entry_point=Prompts)
 gym.register("GSM8K-v0", entry_point=GSM8K)
 
-ENV_TIMEOUT = 600  # seconds without an answer of any environment, after which a turn fails
+ENV_TIMEOUT = 600  # seconds without an answer from any environment, after which a turn fails
 
 
 def start_threads(count: int) -> ThreadPool:
     """A thread for each of `count` environments, but at most 256 threads.
 
-    Most threads wait, for example for the answer of a model that judges.
+    Most threads wait, for example for a judge model.
     """
     count = min(count, 256)
     with attempt(f"start {count} threads for environments: see ulimit -u, or --rollout-slots"):
@@ -2209,9 +2201,9 @@ env_threads = functools.cache(start_threads)  # All turns of a run share them.
 
 
 def set_up_thread(gradients: bool):
-    """Set what code of users may have changed: gradients, default dtype, GPU.
+    """Restore thread and process settings that user code may have changed.
 
-    Gradients and GPU are settings of a thread, the default dtype is one of the process.
+    Gradients and GPU are settings of a thread. The default dtype is one of the process.
     """
     torch.set_grad_enabled(gradients)
     torch.set_default_dtype(torch.float32)
@@ -2367,7 +2359,7 @@ def env_attribute(env: gym.Env, name: str, kind: type):
 
 
 def check_prompts(envs: list[gym.Env], tokenizer: HFTokenizer, args):
-    """Refuse prompts that are too long, where the environment says how many it has."""
+    """Reject prompts that are too long, where the environment says how many it has."""
     for env in envs:
         for seed in progress_bar(range(env_attribute(env, "num_prompts", int) or 0), "prompts"):
             Episode(seed).begin(env, tokenizer, args)
@@ -2581,7 +2573,7 @@ ADVICE = {  # by the cause of a ratio that stays at 1, or does not begin there
     "nothing? If not, check --max-new-tokens, the mask and the choice of samples",
     "forward_mismatch": "dropout? shifted mask? another temperature? samples of an earlier policy?",
     "kl_early_stop": "raise --target-kl or lower --actor-lr",
-    "no_step": "no step was made: were there minibatches?",
+    "no_step": "no step was taken: were there minibatches?",
     "steps_skipped": "gradients are not finite: large rewards? NaN in log-probs?",
     "bf16_underflow": "updates are rounded away: keep the weights in float32",
     "one_update_by_design": "this is correct; with more epochs or minibatches the ratio moves",
@@ -3103,7 +3095,7 @@ def check_ranks_agree(prompts: list[int], samples: Experience, state: TrainState
     for other in of_all_ranks(mine):
         for name in mine:
             if other[name] != mine[name]:
-                raise UserError(f"the ranks differ in {name}: compute it alike on all of them")
+                raise UserError(f"the ranks differ in {name}: compute it identically on every rank")
 
 
 def upload(x: Tensor, device: str) -> Tensor:
@@ -3246,7 +3238,7 @@ def load_model(folder: str, head: str, args, needs_head=True) -> tuple[HFTokeniz
     length, positions = max_sample_length(args), config.max_position_embeddings
     if length > positions:
         raise UserError(
-            f"--max-prompt-tokens and --max-new-tokens: {length} tokens in sum, but {folder} takes "
+            f"--max-prompt-tokens and --max-new-tokens: {length} tokens in total, but {folder} takes "
             f"at most {positions}"
         )
     if tokenizer.vocab_size > config.vocab_size:
@@ -3386,7 +3378,7 @@ def warm_start(actor: Transformer, tokenizer: HFTokenizer, env: gym.Env, args):
             microbatch_stats.append({"loss": loss})
         lr = linear_schedule(args.actor_lr, 0.0, i / args.sft_steps)
         optimizer_step(actor, optimizer, lr, args)
-    print0(f"  loss {sum_over_ranks(microbatch_stats)['loss']:.3f} per token in the last one")
+    print0(f"  loss {sum_over_ranks(microbatch_stats)['loss']:.3f} per token in the last step")
 
 
 # === 11. Run folder, saving, resuming ===
@@ -3554,7 +3546,7 @@ class Run:
         restore.callback(self.fail)
 
     def lock(self, restore: contextlib.ExitStack):
-        """Refuse a folder in which another process runs. The lock ends with the run or process."""
+        """Reject a folder in which another process runs. The lock ends with the run or process."""
         file = restore.enter_context(open(self.path / "lock", "w"))
         # A process that a reward function forks would keep the lock for as long as it lives.
         os.register_at_fork(after_in_child=file.close)

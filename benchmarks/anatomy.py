@@ -1,12 +1,13 @@
-"""What PPO does to each token: one wrong and one right response of a real iteration.
+"""What PPO does to each token: a response that fails at one token, and the best one, of a real iteration.
 
     python benchmarks/anatomy.py --num-iterations 5 ...    # flags of ppo_llm.py; as long as its run with these flags
     python benchmarks/anatomy.py plot                      # draws the picture from data/anatomy.json again
 
-Runs ppo_llm.py and prints, from the last iteration, the response with the lowest and the one with the highest reward:
-reward minus KL penalty, values and returns, whitened advantages, and the ratio of the actor after all updates of the
-iteration to the one that sampled. Writes these numbers to data/anatomy.json and draws pictures/anatomy.png. The numbers
-in the repository were read off an earlier drawing of the run, because the numbers of the run itself were not kept.
+Runs ppo_llm.py and prints two responses of the last iteration: the one in which the critic's value falls most after a
+single token, which is neither the first nor the last, and the one with the highest reward. Of each it prints reward
+minus KL penalty, values and returns, whitened advantages, and the ratio of the actor after all updates of the iteration
+to the one that sampled. Writes these numbers to data/anatomy.json and draws pictures/anatomy.png.
+docs/one_iteration.md has the command that made those of the repository.
 """
 
 import json
@@ -57,14 +58,21 @@ def columns(args, experience, actor, tokenizer, sample: int) -> dict[str, list]:
     return {"token": text} | {name: x[mb.mask].tolist() for name, x in numbers.items()}
 
 
+def largest_fall(values: list[float], rewards: list[float]) -> tuple[float, int]:
+    """How much the value falls after a token, beyond the reward that the token earns, and after which token.
+
+    The first token and the last one, after which there is no value, do not count.
+    """
+    falls = [(values[t] - values[t + 1] - rewards[t], t) for t in range(1, len(values) - 2)]
+    return max(falls, default=(0.0, 0))
+
+
 def draw() -> None:
     data = json.loads(RESULTS.read_text())
     samples, (low, high) = data["samples"], data["clip_range"]
-    i = min(range(len(samples[0]["token"]) - 1), key=samples[0]["advantage"].__getitem__)
-    token, before, after = samples[0]["token"][i].strip(), *samples[0]["value"][i : i + 2]
-    title = "One iteration of PPO, token by token"
-    if before - after > 0.3:
-        title = f'One token gets the blame: after "{token}" the critic\'s value falls from {before:.1f} to {after:.1f}'
+    _, i = largest_fall(samples[0]["value"], samples[0]["reward"])
+    before, after = samples[0]["value"][i : i + 2]
+    title = f"Token {i + 1} of the first response decides: the critic's value falls from {before:.2f} to {after:.2f}"
     width = [max(4, len(sample["token"])) for sample in samples]
     figure, axes = common.new_picture(title, 6.4, 4, len(samples), sharey="row", width_ratios=width)
     for (reward, values, advantage, ratio), sample, name in zip(axes.T, samples, data["titles"]):
@@ -105,9 +113,12 @@ def main():
     tokenizer = ppo_llm.HFTokenizer(folder / "model")
     actor, _ = ppo_llm.load_hf_checkpoint(folder / "model")
     rewards = experience.rewards.sum(1)
-    order = rewards.argsort(stable=True)
+    falls = [
+        largest_fall(values[mask].tolist(), earned[mask].tolist())[0]
+        for values, earned, mask in zip(experience.values, experience.rewards, experience.mask)
+    ]
     samples, titles = [], []
-    for i in (int(order[0]), int(order[-1])):
+    for i in (falls.index(max(falls)), int(rewards.argsort(stable=True)[-1])):
         samples.append(columns(args, experience, actor, tokenizer, i))
         titles.append(f"{episodes[i].conversation[0]['content']:.60}  reward {float(rewards[i]):g}")
         print(f"\n{titles[-1]}\n")

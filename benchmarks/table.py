@@ -118,7 +118,7 @@ ENDS = ("before", "greedy_before", "after", "greedy_after")
 TESTS = ("tests/*.py", "tests/faults.txt")
 ROWS = {
     "sums": Row(
-        "SmolLM2-135M learns to add", {
+        "SmolLM2-135M learns one-digit sums", {
             "critic": Run(f"{SUMS} 32", minutes=20),
             "constant": Run(f"{SUMS} 32 --critic-epochs 0", minutes=13),
             "group": Run(f"{SUMS} 8 --n-samples-per-prompt 4", minutes=13, patch="group_normalised"),
@@ -129,7 +129,7 @@ ROWS = {
         ), files=("benchmarks/learning_real.py",)),
     "default": Row("The default task is learned", {"critic": DEFAULT}, (*ENDS, "samples_to_90", "samples")),
     "sort": Row(
-        "Samples of the default task until 90 % are right", {
+        "Samples of the default task until 90% are right", {
             "critic": DEFAULT, "constant": Run(f"{DEFAULT.flags} --critic-epochs 0", minutes=2),
             "group": Run(DEFAULT.flags, minutes=2, patch="group_normalised"),
         }, ("samples_to_level", "after"), against=(("constant", "samples_to_level", "quotient"),)),
@@ -184,7 +184,7 @@ ROWS = {
                                          ("projects", 32, "group_normalised"))
         }, ("runs", "compared", "other_numbers"), seeds=1, statistic="worst"),
     "faults": Row(
-        "Planted mistakes that make a test fail",
+        "Planted bugs that make a test fail",
         {"the list": Run(make="planted_faults", minutes=12, typed="python tests/plant_faults.py")},
         ("killed", "planted"), seeds=6, unit="parts", statistic="sum", files=TESTS),
     "ranks": Row(
@@ -243,7 +243,7 @@ NUMBERS = {  # name: (what the table calls it, factor, digits after the point or
     "before": ("right before training, sampled, %", 100, 1), "after": ("right after training, sampled, %", 100, 1),
     "greedy_before": ("right before training, greedy, %", 100, 1),
     "greedy_after": ("right after training, greedy, %", 100, 1),
-    "samples": ("samples", 1, 0), "samples_to_90": ("samples until 90 % of held-out answers are right", 1, 0),
+    "samples": ("samples", 1, 0), "samples_to_90": ("samples until 90% of held-out answers are right", 1, 0),
     "samples_to_level": ("samples to the level", 1, 0), "reward_end": ("reward, last five iterations", 1, 3),
     "accuracy_end": ("right, last five iterations, %", 100, 1), "kl_end": ("KL at the end, nats per response", 1, 1),
     "truncated_end": ("cut off, last five iterations, %", 100, 1),
@@ -255,7 +255,7 @@ NUMBERS = {  # name: (what the table calls it, factor, digits after the point or
     "iteration_seconds": ("seconds per iteration", 1, 2), "ratio": ("ratio", 1, 2),
     "other_metrics": ("metrics that differ", 1, 0), "other_responses": ("responses that differ", 1, 0),
     "other_weights": ("weights that differ", 1, 0), "runs": ("runs", 1, 0), "compared": ("numbers", 1, 0),
-    "other_numbers": ("numbers that differ", 1, 0), "killed": ("killed", 1, 0), "planted": ("planted", 1, 0),
+    "other_numbers": ("numbers that differ", 1, 0), "killed": ("caught", 1, 0), "planted": ("planted", 1, 0),
     "metrics_differ_by": ("largest difference of a metric", 1, ".1e"),
     "weights_differ_by": ("largest difference of a weight", 1, ".1e"),
     "whole iteration_ratio": ("TRL's time / ours, whole iteration", 1, 2),
@@ -291,7 +291,7 @@ NOTES = {  # what a reader of a row needs to know
         Held-out prompts are evaluated every 5,120 samples. [Learning small tasks](learning.md#default-task) says more.
     """,
     "sort": """
-        The level is reached when 90 % of the answers in the rollouts are right, on average over five iterations.
+        The level is reached when 90% of the answers in the rollouts are right, on average over five iterations.
         `constant` has no critic. `group` is four samples for each of 64 prompts. [The critic](critic.md#does-it-pay)
         says more.
     """,
@@ -300,7 +300,7 @@ NOTES = {  # what a reader of a row needs to know
         critic](critic.md#does-it-pay) says more.
     """,
     "dense": """
-        The answers are sequences of digits. The level is reached when 90 % of the answers in the rollouts are right, on
+        The answers are sequences of digits. The level is reached when 90% of the answers in the rollouts are right, on
         average over five iterations. [Dense rewards](learning.md#dense-rewards) says more.
     """,
     "undiscounted": """
@@ -312,7 +312,7 @@ NOTES = {  # what a reader of a row needs to know
     """,
     "cases": """
         [Case histories](../docs/cases.md) explains the runs. The word before the colon is the name of the case. The
-        level is that 90 % of the answers in the rollouts are right. An empty cell means that the level was not reached,
+        level is that 90% of the answers in the rollouts are right. An empty cell means that the level was not reached,
         or that there is no reference for the KL.
     """,
     "resume": """
@@ -326,7 +326,7 @@ NOTES = {  # what a reader of a row needs to know
     """,
     "faults": """
         The list is run in six parts, so that the run can be interrupted. [Planted
-        faults](../docs/verification.md#planted-faults) says what this shows, and what it does not.
+        bugs](../docs/verification.md#planted-bugs) says what this shows, and what it does not.
     """,
     "ranks": """
         The table has the runs in which all ranks hold all models, without activation checkpointing. The commands make
@@ -1050,10 +1050,10 @@ def summarized(values: list[float], statistic: str, form: int | str) -> str:
     if statistic == "median":
         return f"{formatted(statistics.median(values), form)} ({low} to {high})"
     error = statistics.stdev(values) / len(values) ** 0.5
-    return f"{formatted(statistics.mean(values), form)} +- {formatted(error, form)} ({low} to {high})"
+    return f"{formatted(statistics.mean(values), form)} ± {formatted(error, form)} ({low} to {high})"
 
 
-ABOUT = """# One table
+ABOUT = """# The reproducible runs
 
 <!-- Written by benchmarks/table.py from data/table.jsonl. -->
 
@@ -1066,8 +1066,8 @@ repeated. Each run is a line of [data/table.jsonl](data/table.jsonl). `python be
 that were made with code other than that of your checkout. [Every claim](README.md#every-claim) adds the results of
 other commands.
 
-A cell has the mean over the seeds, its standard error after "+-", and the smallest and the largest number in
-parentheses. A cell without "+-" has the median of several runs in place of the mean. Two seeds have their range alone.
+A cell has the mean over the seeds, its standard error after "±", and the smallest and the largest number in
+parentheses. A cell without "±" has the median of several runs in place of the mean. Two seeds have their range alone.
 A number that is the same in all runs stands alone. The commands are those of seed 1. The runs of a row may come from
 several commits. "Carried to" names the commit with whose code the first iterations of seed 1 were made again, stopped
 and resumed in between, and were the same to the last bit.
@@ -1088,7 +1088,7 @@ def compared(row: Row, variant: str, lines: dict[str, dict[int, dict]]) -> Itera
         pairs = [[lines[which][seed]["numbers"].get(number) for which in (variant, other)] for seed in seeds]
         values = [a / b if kind == "quotient" else factor * (a - b) for a, b in pairs if None not in (a, b)]
         if variant != other and values:
-            name = f"{text}: {'divided by' if kind == 'quotient' else 'minus'} that of {other}, of the same seed"
+            name = f"{text}: {'divided by' if kind == 'quotient' else 'minus'} {other}, same seed"
             yield name, summarized(values, "mean", 2 if kind == "quotient" else form)
 
 
@@ -1123,7 +1123,8 @@ def section(name: str, lines: list[dict], find) -> str:
     loud = sum(line.get("busy_cores", 0) > IDLE for line in made)
     comment = {variant: f"  # {variant}" * (len(row.variants) > 1) for variant in of}
     commands = [f"    {row.variants[variant].command(name, variant, 1)}{comment[variant]}" for variant in of]
-    commits = f"Commit: {', '.join(sorted({line['commit'] for line in made}))}."
+    names = sorted({line["commit"] for line in made})
+    commits = f"Commit{'s' * (len(names) > 1)}: {', '.join(names)}."
     carried = sorted({line["carried_to"] for line in made if "carried_to" in line})
     commits += f" Carried to {', '.join(carried)}." * bool(carried)
     commits += f" The processor was not idle in {loud} of {len(made)} runs." * bool(loud)

@@ -8,7 +8,10 @@
     python tests/exercise.py solution gae     # shows what the script has there; also `solution C`
     python tests/exercise.py show objective/kl   # prints a metric of the newest run of exercise.py and of ppo_llm.py
 
-`check NAME FILE` checks another file than exercise.py. `show METRIC RUN ...` is about these run folders.
+`check NAME FILE` checks another file than exercise.py. `check C` says how many rules hold, and no more than that until
+all of them do; `check C --explain`, for teachers, says which. `show METRIC RUN ...` is about these run folders.
+
+For a class, see `handout --help`, `grade --help` and `race --help`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import functools
 import importlib.util
 import json
 import linecache
+import math
 import multiprocessing.connection
 import os
 import re
@@ -28,6 +32,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+import time
 import traceback
 import types
 import warnings
@@ -57,8 +62,11 @@ class Gap:
 
 @dataclass
 class Blank:
+    """`hidden` is a part of a docstring that gives the answer. An exercise does not have it."""
+
     title: str
     gaps: list[Gap]
+    hidden: str = ""
 
 
 BLANKS = {
@@ -127,7 +135,8 @@ BLANKS = {
             `generator` gives the order: torch.randperm(n, generator=generator). len(experience.tokens) is N.
             Returns a list of index tensors of args.train_batch_size samples. The last one may be smaller: it has the
             samples that are left. Leave out a minibatch without sampled tokens. Its gradients are 0, but Adam's
-            momentum would move the weights.""", "order = torch.randperm"),
+            momentum would move the weights. A single sample without them stays where it is, so that the number of
+            steps is that of the plan.""", "order = torch.randperm"),
         Gap("minibatches", """
             minibatch_rows(...) gives the samples of each minibatch.
             experience.microbatches(rows, args) divides the samples `rows`, an index tensor, into Microbatch objects.
@@ -140,12 +149,19 @@ BLANKS = {
         Gap("Packing.pack", "x.flatten(0, 1) is [B * T, ...]."),
         Gap("Packing.unpack", """
             x.new_zeros(...) is a start, and math.prod(self.shape) is B * T. Gradients must reach x."""),
-        Gap("Packing.unpack_sampled", "x has one number for each of the m sampled tokens.")]),
+        Gap("Packing.unpack_sampled", """
+            x has one number for each of the m sampled tokens. Return a tensor of its own (clone), not a view of
+            another one: under FSDP a hook on it would be lost if a caller changed the view in place.""")]),
     "gradient": Blank("the gradient of the log-softmax and of the entropy", [Gap("chunk_gradients", """
         `hidden` is [rows, d], `weight` [V, d], `targets` [rows]. d_logprobs and d_entropies [rows] are the gradients
         of the loss with respect to the log-probs of the targets and to the entropies.
         The logits are float32_product(hidden, weight.T) / temperature. The result is the gradient of the loss with
-        respect to float32_product(hidden, weight.T), in the dtype of the weight.""")]),
+        respect to float32_product(hidden, weight.T), in the dtype of the weight. Derive it on paper first. Logits may
+        be as large as 200, and probabilities so small that they are rounded to 0.""")], hidden="""
+
+    With z = logits / temperature, p = softmax(z) and the entropy H, the gradient of log p[i] with
+    respect to z is onehot(i) - p, and that of H is -p * (log p + H).
+    """),
 }  # fmt: skip
 
 
@@ -183,7 +199,12 @@ def blank_text(*names: str) -> str:
         part = [f"# >>> Your part of `{name}` begins here.", *(f"# {line}".rstrip() for line in note)]
         part += [f'raise NotImplementedError("{unwritten(name, gap)}")', "# <<< Your part ends here."]
         lines[left_out.start : left_out.stop] = [indent + line for line in part]
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    for name in names:
+        if hidden := BLANKS[name].hidden:
+            assert text.count(hidden) == 1, name
+            text = text.replace(hidden, "")
+    return text
 
 
 def unwritten(name: str, gap: Gap) -> str:
@@ -339,14 +360,15 @@ class Result(NamedTuple):
 
 
 def rules_of(name: str) -> list[tuple[str, Callable]]:
-    """The rules of an exercise. Of a bug: first its own, then those of all blanks."""
+    """The rules of an exercise. Of a bug, a letter or a name of faults.txt: first its own, then those of all blanks."""
     from exercise_rules import RULES
 
     if name in BLANKS:
         return RULES[name]
-    from exercise_bugs import BUGS
+    from exercise_bugs import BUGS, HIDDEN
 
-    return [(BUGS[name].words, BUGS[name].check), *(pair for rules in RULES.values() for pair in rules)]
+    own = (BUGS[name].words, BUGS[name].check) if name in BUGS else ("The bug is gone.", HIDDEN[name][1])
+    return [own, *(pair for rules in RULES.values() for pair in rules)]
 
 
 def try_rules(name: str, module, path: str, begins=lambda words, of: None) -> Iterator[Result]:
@@ -382,9 +404,10 @@ class Unloadable(Exception):
     """The file has no rules to try. Its text says why."""
 
 
-def serve(sender, dump: str, name: str, path: str, limit: float):
+def serve(sender, dump: str, name: str, path: str, limit: float, enclose: Callable):
     """In the process: load the file, try its rules, and send what comes of it, in JSON."""
     os.setsid()  # The group of this process ends with it.
+    enclose()
     sys.stdout.reconfigure(line_buffering=True)
     send = lambda *message: sender.send_bytes(json.dumps(message).encode())
     with open(dump, "w") as file:
@@ -410,9 +433,9 @@ def serve(sender, dump: str, name: str, path: str, limit: float):
 
 
 def how_it_ended(code: int, dump: str, path: str, source: list[str], limit: float) -> list[str]:
-    """Why a process has ended before all its rules, in lines."""
+    """Why a process has ended before all its rules, in lines. `code` is None if it had to be ended."""
     lines = [f"{path} ends the process that checks it, with exit code {code}."]
-    if "Timeout" in dump:
+    if "Timeout" in dump or code is None:
         lines = [f"{path} has no result after {limit:g} seconds. Is this a loop without an end?"]
     elif code < 0:
         lines = [f"{path} ends the process that checks it, by {signal.Signals(-code).name}."]
@@ -421,10 +444,13 @@ def how_it_ended(code: int, dump: str, path: str, source: list[str], limit: floa
     return lines + shown_calls([(int(n), name, "".join(source[int(n) - 1 : int(n)]).strip()) for n, name in frames])
 
 
-def try_in_process(name: str, path: str, limit: float | None = None) -> Iterator[Result]:
-    """`try_rules` of a file, in a process of its own with a limit of time for each rule.
+def try_in_process(
+    name: str, path: str, limit: float | None = None, seconds: float = math.inf, enclose: Callable = int
+) -> Iterator[Result]:
+    """`try_rules` of a file, in a process of its own with a limit of time for each rule, and one for all of them.
 
-    Raises Unloadable. Where the process ends, the rule that it tried is ENDED, and those after it are not tried.
+    `enclose` is called there first. Raises Unloadable. Where the process ends, the rule that it tried is ENDED, and
+    those after it are not tried.
     """
     limit, source = limit or TIME_LIMIT, []
     with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # The process says so.
@@ -433,13 +459,16 @@ def try_in_process(name: str, path: str, limit: float | None = None) -> Iterator
     context.set_forkserver_preload(PRELOADED)  # A second process starts quickly.
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile("r") as dump:
-        process = context.Process(target=serve, args=(sender, dump.name, name, path, limit))
-        process.start()
+        process = context.Process(target=serve, args=(sender, dump.name, name, path, limit, enclose))
+        process.start()  # This waits for the server, which imports the libraries.
+        deadline = time.monotonic() + seconds
         sender.close()
         words, of = "", 0
         try:
             while True:
-                multiprocessing.connection.wait([receiver, process.sentinel])
+                left = None if seconds == math.inf else max(0.0, deadline - time.monotonic())
+                if not multiprocessing.connection.wait([receiver, process.sentinel], left):
+                    raise TimeoutError
                 # It may have ended, while its children still hold the pipe.
                 kind, *rest = json.loads(receiver.recv_bytes()) if receiver.poll() else ["end"]
                 if kind == "begins":
@@ -452,9 +481,12 @@ def try_in_process(name: str, path: str, limit: float | None = None) -> Iterator
                     return
                 else:
                     raise EOFError
-        except EOFError:
-            process.join()
-            lines = how_it_ended(process.exitcode, dump.read(), path, source, limit)
+        except (EOFError, TimeoutError) as error:
+            code = None
+            if isinstance(error, EOFError):
+                process.join()
+                code = process.exitcode
+            lines = how_it_ended(code, dump.read(), path, source, limit if code is not None else seconds)
             if not words:
                 raise Unloadable("\n".join(lines)) from None
             yield Result(words, lines, ENDED, of)
@@ -505,6 +537,21 @@ def check_blank(name: str, results: Iterator[Result], say=print) -> list[str]:
 
 
 def check_bug(letter: str, results: Iterator[Result], say=print) -> list[str]:
+    """Say how many rules hold. Which do not is left to the student, since their words are half of the answer."""
+    results = list(results)
+    broken = [words for words, _, kind, _ in results if kind != HOLDS]
+    if not broken:
+        say(f"holds  {results[0].words}\nholds  all {len(results) - 1} rules of part 1\n\nThe bug is gone.")
+        return broken
+    for result in results:
+        if result.kind == ENDED:
+            say("\n".join(result.lines))
+    say(f"{len(results) - len(broken)} of {results[0].of} rules hold.")
+    return broken
+
+
+def explain_bug(letter: str, results: Iterator[Result], say=print) -> list[str]:
+    """The same for a teacher: which rule does not hold, with what was expected and found."""
     own = next(results)
     broken = report([own], say)
     if broken:
@@ -520,7 +567,7 @@ def check_bug(letter: str, results: Iterator[Result], say=print) -> list[str]:
     return broken
 
 
-def check(name: str, file: Path) -> int:
+def check(name: str, file: Path, explain: bool = False) -> int:
     """The exit code: 0 if all rules hold."""
     if not file.is_file():
         print(f"There is no {file} in this folder. `blank NAME` or `bug LETTER` writes it.")
@@ -533,7 +580,8 @@ def check(name: str, file: Path) -> int:
         print(f"{path} is exercise {' '.join(names)}, not {name}. Did you mean: {command}?")
         return 2
     try:
-        broken = (check_blank if name in BLANKS else check_bug)(name, try_in_process(name, path))
+        judge = check_blank if name in BLANKS else explain_bug if explain else check_bug
+        broken = judge(name, try_in_process(name, path))
     except Unloadable as error:
         print(error)
         return 1
@@ -705,6 +753,10 @@ def main() -> int:
             print(SHOW_HELP)
             return 0 if rest else 2
         return show(rest[0], [*map(Path, rest[1:])])
+    if verb in ("handout", "grade", "race"):
+        import exercise_class
+
+        return exercise_class.main([verb, *rest])
     if verb in ("-h", "--help"):
         print(__doc__)
         return 0
@@ -714,6 +766,9 @@ def main() -> int:
     if FILE.resolve() == Path(__file__).resolve():  # An exercise would take the place of this file.
         print("Type the commands in the root folder of the repository: python tests/exercise.py ...")
         return 2
+    explain = verb == "check" and "--explain" in rest
+    if explain:
+        rest.remove("--explain")
     most = {"blank": len(BLANKS), "bug": 1, "check": 2, "solution": 1}
     if not 1 <= len(rest) <= most.get(verb, 0):
         print(__doc__)
@@ -742,7 +797,7 @@ def main() -> int:
         return 2
     name = rest[0] if rest[0] in BLANKS else rest[0].upper()
     if verb == "check":
-        return check(name, Path(*rest[1:] or [FILE]))
+        return check(name, Path(*rest[1:] or [FILE]), explain)
     if verb == "solution":
         print_solution(name)
         return 0

@@ -49,6 +49,7 @@ def call(function, given: dict):
 def same(given: dict, expected, got, what="result", tolerance=1e-4):
     """Raise Broken unless `got` is `expected`, with its type, shape and dtype."""
     if isinstance(expected, float):
+        got = got.detach() if isinstance(got, torch.Tensor) else got
         number = float(got) if isinstance(got, int | float | torch.Tensor) else math.nan
         holds(math.isclose(number, expected, rel_tol=tolerance, abs_tol=tolerance * 0.01), given, expected, got, what)
         return
@@ -75,7 +76,7 @@ def unchanged(function, given: dict):
     passed = {name: copied(x) for name, x in given.items()}
     function(**passed)
     for name, x in given.items():
-        if isinstance(x, torch.Tensor) and not torch.equal(passed[name].nan_to_num(), x.nan_to_num()):
+        if isinstance(x, torch.Tensor) and not torch.allclose(passed[name], x, rtol=0, atol=0, equal_nan=True):
             raise Broken({name: x}, x, passed[name], f"{name} after the call")
 
 
@@ -84,6 +85,37 @@ def outputs(result, count: int, given, names: str) -> tuple:
     if not isinstance(result, tuple) or len(result) != count:
         raise Broken(given, f"a tuple ({names})", f"{type(result).__name__}: {result!r:.80}", "type of result")
     return result
+
+
+# === Random cases ===
+# They have what a case by hand leaves out: rows with different gaps, numbers or NaN outside the mask, no symmetry.
+# What is expected is computed token by token, in Python's floats.
+
+RANDOM = "All of this holds in random cases with several rows, whose masks have gaps."
+
+
+def random_masks(count=20):
+    """Masks [3, 6], each with the generator that makes the numbers of its case. The first one is empty."""
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        yield generator, torch.rand(3, 6, generator=generator) < min(0.6, 0.6 * seed)
+
+
+def random_numbers(generator, mask, size=2.0):
+    """Numbers between -size and size, with one decimal. Outside the mask all of them are NaN, or none."""
+    x = size * (2 * torch.rand(mask.shape, generator=generator) - 1)
+    x = (10 * x).round() / 10
+    return torch.where(mask, x, choice(generator, torch.full_like(x, NAN), x))
+
+
+def choice(generator, *options):
+    return options[int(torch.randint(len(options), (), generator=generator))]
+
+
+def by_token(mask, *tensors):
+    """Rows of (index, number, ...) of the tokens in the mask."""
+    for row in range(len(mask)):
+        yield [((row, t), *(float(x[row, t]) for x in tensors)) for t in range(mask.shape[1]) if mask[row, t]]
 
 
 # === whiten ===
@@ -138,9 +170,31 @@ def _(ppo):
     same(given, tensor([[-0.8321, -0.2774, 1.1094]]), got, tolerance=5e-3)
 
 
+@rule("whiten", "Large numbers that are near one another keep their digits: subtract the mean before you square.")
+def _(ppo):
+    given, got = whitened(ppo, [[10000.0, 10001.0, 10002.0]], [[T, T, T]])
+    same(given, tensor([[-1.0, 0.0, 1.0]]), got, tolerance=5e-3)
+
+
+def whitened_by_hand(x, mask):
+    numbers = x[mask].tolist()
+    mean = sum(numbers) / max(1, len(numbers))
+    variance = sum((x - mean) ** 2 for x in numbers) / max(1, len(numbers) - 1)
+    expected = torch.zeros(x.shape)
+    expected[mask] = tensor([(x - mean) / math.sqrt(variance + 1e-8) for x in numbers])
+    return expected
+
+
+@rule("whiten", RANDOM)
+def _(ppo):
+    for generator, mask in random_masks():
+        given = {"x": random_numbers(generator, mask, size=choice(generator, 2.0, 50.0)), "mask": mask}
+        same(given, whitened_by_hand(**given), call(ppo.masked_whiten, given), tolerance=1e-3)
+
+
 @rule("whiten", "The inputs stay as they are.")
 def _(ppo):
-    unchanged(ppo.masked_whiten, {"x": tensor([[2.0, 4.0, 9.0]]), "mask": tensor([[T, T, False]])})
+    unchanged(ppo.masked_whiten, {"x": tensor([[2.0, 4.0, NAN]]), "mask": tensor([[T, T, False]])})
 
 
 # === kl ===
@@ -185,13 +239,33 @@ def _(ppo):
         same({"pi": pi, "pi_ref": ref, "kind": kind}, kl, got, f"mean of {kind} over pi")
 
 
-@rule("kl", "The gradient of k2 at a token is the log-ratio, so it reaches the log-probs.")
+@rule("kl", "The gradients with respect to log pi are 1 for k1, the log-ratio for k2, and 1 - r for k3.")
 def _(ppo):
-    logprobs = tensor([[-1.0, -2.0]], requires_grad=True)
-    ref = tensor([[-1.5, -1.0]])
-    ppo.kl_estimate(logprobs, ref, "k2").sum().backward()
-    given = {"logprobs": logprobs.detach(), "ref_logprobs": ref, "kind": "k2"}
-    same(given, tensor([[0.5, -1.0]]), logprobs.grad, "gradient of the log-probs")
+    for kind, expected in ("k1", [[1.0, 1.0]]), ("k2", [[0.5, -1.0]]), ("k3", [[0.39347, -1.71828]]):
+        logprobs = tensor([[-1.0, -2.0]], requires_grad=True)
+        ref = tensor([[-1.5, -1.0]])
+        given = {"logprobs": logprobs.detach(), "ref_logprobs": ref, "kind": kind}
+        estimate = ppo.kl_estimate(logprobs, ref, kind)
+        holds(getattr(estimate, "requires_grad", False), given, "a result with a gradient", "a constant")
+        estimate.sum().backward()
+        same(given, tensor(expected), logprobs.grad, "gradient of the log-probs")
+
+
+@rule("kl", "Large log-ratios count in full.")
+def _(ppo):
+    for kind, expected in ("k1", [[15.0, -6.0]]), ("k2", [[112.5, 18.0]]), ("k3", [[14.0, 396.4288]]):
+        given, got = kl_case(ppo, kind, (-1.0, -16.0), (-16.0, -10.0))
+        same(given, tensor(expected), got)
+
+
+@rule("kl", "All of this holds in random cases with several rows.")
+def _(ppo):
+    for generator, mask in random_masks():
+        logprobs, ref = (-random_numbers(generator, mask | ~mask).abs() for _ in range(2))
+        x = (logprobs - ref).double()
+        for kind, expected in {"k1": x, "k2": x**2 / 2, "k3": torch.exp(-x) - 1 + x}.items():
+            given = {"logprobs": logprobs, "ref_logprobs": ref, "kind": kind}
+            same(given, expected.float(), call(ppo.kl_estimate, given), tolerance=1e-3)
 
 
 @rule("kl", "The inputs stay as they are.")
@@ -268,17 +342,56 @@ def _(ppo):
     same(given, tensor([1.25, 1.0]), returns[0, 1:], "returns of the sampled tokens")
 
 
-@rule("gae", "Advantages and returns outside the mask are 0.")
+@rule("gae", "So it is whatever lambda is: with lambda 1 and gamma 1 it is the sum of the rewards from there on.")
 def _(ppo):
-    given, advantages, returns = gae(ppo, [[0.0, 1.0, 1.0]], [[9.0, 0.5, 0.25]], [[False, T, False]])
-    same(given, tensor([0.0, 0.0]), advantages[0, ::2], "advantages outside the mask")
-    same(given, tensor([0.0, 0.0]), returns[0, ::2], "returns outside the mask")
+    given, _, returns = gae(ppo, [[0.0, 0.0, 1.0]], [[0.3, 0.2, 0.6]], [[T, T, T]])
+    same(given, tensor([[1.0, 1.0, 1.0]]), returns, "returns")
+    given, _, returns = gae(ppo, [[0.0, 0.0, 1.0]], [[0.3, 0.2, 0.6]], [[T, T, T]], gae_lambda=0.5)
+    same(given, tensor([[0.5, 0.8, 1.0]]), returns, "returns")
+
+
+@rule("gae", "Advantages and returns outside the mask are 0, even if rewards and values are NaN there.")
+def _(ppo):
+    for x in 9.0, NAN:
+        given, advantages, returns = gae(ppo, [[x, 1.0, x]], [[x, 0.5, x]], [[False, T, False]])
+        same(given, tensor([0.0, 0.0]), advantages[0, ::2], "advantages outside the mask")
+        same(given, tensor([0.0, 0.0]), returns[0, ::2], "returns outside the mask")
+
+
+@rule("gae", "Rows with different gaps do not disturb one another.")
+def _(ppo):
+    given, advantages, returns = gae(
+        ppo, [[0.0, 5.0, 1.0], [0.5, 0.0, 2.0]], [[0.5, 8.0, 0.25], [0.0, 1.0, 8.0]], [[T, False, T], [T, T, False]],
+        gae_lambda=0.0)  # fmt: skip
+    same(given, tensor([[-0.25, 0.0, 0.75], [1.5, -1.0, 0.0]]), advantages, "advantages")
+    same(given, tensor([[0.25, 0.0, 1.0], [1.5, 0.0, 0.0]]), returns, "returns")
+
+
+def gae_by_hand(rewards, values, mask, gamma, gae_lambda):
+    advantages, returns = torch.zeros(2, *mask.shape)
+    for row in by_token(mask, rewards, values):
+        next_value = advantage = 0.0
+        for place, reward, value in reversed(row):
+            advantage = reward + gamma * next_value - value + gamma * gae_lambda * advantage
+            next_value = value
+            advantages[place], returns[place] = advantage, advantage + value
+    return advantages, returns
+
+
+@rule("gae", RANDOM)
+def _(ppo):
+    for generator, mask in random_masks():
+        rewards, values = random_numbers(generator, mask), random_numbers(generator, mask)
+        gamma, gae_lambda = (choice(generator, 0.5, 0.8, 1.0) for _ in range(2))
+        given, *got = gae(ppo, rewards.tolist(), values.tolist(), mask.tolist(), gamma, gae_lambda)
+        for name, expected, found in zip(("advantages", "returns"), gae_by_hand(**given), got):
+            same(given, expected, found, name, 1e-3)
 
 
 @rule("gae", "The inputs stay as they are.")
 def _(ppo):
     unchanged(ppo.compute_gae, {
-        "rewards": tensor([[0.0, 1.0, 1.0]]), "values": tensor([[9.0, 0.5, 0.25]]),
+        "rewards": tensor([[NAN, 1.0, 1.0]]), "values": tensor([[9.0, 0.5, 0.25]]),
         "mask": tensor([[False, T, T]]), "gamma": 0.9, "gae_lambda": 0.8})  # fmt: skip
 
 
@@ -299,7 +412,7 @@ def surrogate(ppo, ratio, advantages, low=0.2, high=0.3, dual=None, denom=1, mas
 def statistic(given, stats, name):
     if not isinstance(stats, dict) or name not in stats:
         raise Broken(given, f"an entry {name!r}", stats, "statistics")
-    return float(stats[name])
+    return float(torch.as_tensor(stats[name]).detach())
 
 
 @rule("surrogate", "Where the ratio is 1, the loss of a token is minus its advantage.")
@@ -343,7 +456,7 @@ def _(ppo):
     same(given, -0.3, float(loss), "loss")
 
 
-@rule("surrogate", "Tokens outside the mask do not count, even if their advantage is NaN.")
+@rule("surrogate", "Tokens outside the mask do not count, even if their ratio and advantage are NaN.")
 def _(ppo):
     given, loss, stats = surrogate(ppo, [1.0, 9.0, NAN], [1.0, 5.0, NAN], mask=[T, False, False])
     same(given, -1.0, float(loss), "loss")
@@ -360,6 +473,7 @@ def _(ppo):
         loss, _ = ppo.policy_loss(logprobs, **given, mask=mask, clip_low=0.2, clip_high=0.3, dual_clip=3.0, denom=1)
         given = {"logprobs": logprobs.detach(), **given, "mask": mask, "denom": 1}
         holds(loss.requires_grad, given, "a loss with a gradient", "a constant")
+        same(given, -2.0, float(loss.detach()), "loss")
         loss.backward()
         same(given, tensor([0.0]), logprobs.grad[:, 1], "gradient of the log-prob outside the mask")
 
@@ -368,6 +482,8 @@ def _(ppo):
 def _(ppo):
     given, loss, _ = surrogate(ppo, [5.0, 2.0], [-1.0, -1.0], dual=3.0)
     same(given, 3.0 + 2.0, float(loss), "loss")
+    given, loss, _ = surrogate(ppo, [5.0], [-0.5], dual=3.0)
+    same(given, 1.5, float(loss), "loss")
 
 
 @rule("surrogate", "dual_clip does nothing to a token with a positive advantage.")
@@ -378,26 +494,35 @@ def _(ppo):
 
 @rule("surrogate", "clipfrac counts the ratios beyond either bound, whatever the advantage, divided by denom.")
 def _(ppo):
-    given, _, stats = surrogate(ppo, [1.0, 1.5, 0.5, 1.25], [1.0, -1.0, 1.0, 1.0], denom=4)
-    same(given, 0.5, statistic(given, stats, "clipfrac"), "clipfrac")
+    given, _, stats = surrogate(ppo, [1.0, 1.5, 0.5, 1.25], [1.0, -1.0, 1.0, 1.0], denom=8)
+    same(given, 0.25, statistic(given, stats, "clipfrac"), "clipfrac")
 
 
 @rule("surrogate", "approx_kl is the sum of r - 1 - log r, divided by denom. It is never negative.")
 def _(ppo):
-    given, _, stats = surrogate(ppo, [2.0, 0.5], [1.0, 1.0], denom=2)
-    same(given, 0.25, statistic(given, stats, "approx_kl"), "approx_kl")
+    given, _, stats = surrogate(ppo, [3.0, 0.7], [1.0, 1.0], denom=8)
+    same(given, 0.119757, statistic(given, stats, "approx_kl"), "approx_kl")
+
+
+@rule("surrogate", "approx_kl stays exact where the ratio is nearly 1: use expm1.")
+def _(ppo):
+    logprobs = tensor([[-0.0001, 0.0002]])
+    given = {"logprobs": logprobs, "old_logprobs": torch.zeros(1, 2), "advantages": torch.ones(1, 2),
+             "mask": tensor([[T, T]]), "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "denom": 1}  # fmt: skip
+    _, stats = outputs(call(ppo.policy_loss, given), 2, given, "loss, statistics")
+    same(given, 25.0, 1e9 * statistic(given, stats, "approx_kl"), "approx_kl, in units of 1e-9", 0.02)
 
 
 @rule("surrogate", "ratio_dev is the sum of |r - 1|, divided by denom.")
 def _(ppo):
-    given, _, stats = surrogate(ppo, [1.5, 0.5], [1.0, 1.0], denom=2)
-    same(given, 0.5, statistic(given, stats, "ratio_dev"), "ratio_dev")
+    given, _, stats = surrogate(ppo, [1.5, 0.75], [1.0, 1.0], denom=10)
+    same(given, 0.075, statistic(given, stats, "ratio_dev"), "ratio_dev")
 
 
 @rule("surrogate", "token_share is the number of tokens in the mask, divided by denom.")
 def _(ppo):
-    given, _, stats = surrogate(ppo, [1.5, 0.5, 1.0], [1.0, 1.0, 1.0], mask=[T, T, False], denom=4)
-    same(given, 0.5, statistic(given, stats, "token_share"), "token_share")
+    given, _, stats = surrogate(ppo, [1.5, 0.5, 1.0], [1.0, 1.0, 1.0], mask=[T, T, False], denom=8)
+    same(given, 0.25, statistic(given, stats, "token_share"), "token_share")
 
 
 @rule("surrogate", "The statistics have no gradient.")
@@ -409,19 +534,59 @@ def _(ppo):
     holds(not wrong, {}, "no statistic with a gradient", ", ".join(wrong))
 
 
-@rule("surrogate", "A log-ratio of 500 gives a finite loss: log-ratios are clamped to [-20, 20].")
+@rule("surrogate", "Log-ratios are clamped to [-20, 20], so that a log-ratio of 500 gives a finite loss.")
 def _(ppo):
-    logprobs, x = tensor([[500.0, -500.0]], requires_grad=True), torch.zeros(1, 2)
-    loss, _ = ppo.policy_loss(logprobs, x, x - 1, tensor([[T, T]]), 0.2, 0.2, None, 2)
-    loss.backward()
-    finite = bool(loss.isfinite() and logprobs.grad.isfinite().all())
-    holds(finite, {"logprobs": logprobs.detach(), "old_logprobs": x, "advantages": x - 1}, "a finite loss and gradient",
-          f"loss {loss.item()}, gradient {logprobs.grad.tolist()}")  # fmt: skip
+    zeros, mask = torch.zeros(1, 1), tensor([[T]])
+    for logratio, clamped in (500.0, 20.0), (15.0, 15.0), (-500.0, -20.0):
+        logprobs = tensor([[logratio]], requires_grad=True)
+        loss, stats = ppo.policy_loss(logprobs, zeros, zeros - 1, mask, 0.2, 0.2, None, 2)
+        loss.backward()
+        given = {"logprobs": logprobs.detach(), "old_logprobs": zeros, "advantages": zeros - 1, "clip_low": 0.2,
+                 "denom": 2}  # fmt: skip
+        finite = bool(loss.isfinite() and logprobs.grad.isfinite().all())
+        holds(finite, given, "a finite loss and gradient", f"loss {loss.item()}, gradient {logprobs.grad.tolist()}")
+        same(given, max(math.exp(clamped), 0.8) / 2, float(loss.detach()), "loss")
+        same(given, (math.expm1(clamped) - clamped) / 2, statistic(given, stats, "approx_kl"), "approx_kl")
+
+
+def surrogate_by_hand(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip, denom):
+    loss, gradient = 0.0, torch.zeros(mask.shape)
+    stats = {"clipfrac": 0.0, "approx_kl": 0.0, "ratio_dev": 0.0, "token_share": 0.0}
+    for row in by_token(mask, logprobs, old_logprobs, advantages):
+        for place, logprob, old, advantage in row:
+            ratio = math.exp(logprob - old)
+            clipped = min(max(ratio, 1 - clip_low), 1 + clip_high)
+            of_ratio, of_clipped = -advantage * ratio, -advantage * clipped
+            is_bound = dual_clip is not None and advantage < 0 and of_ratio > -advantage * dual_clip
+            loss += -advantage * dual_clip if is_bound else max(of_ratio, of_clipped)
+            gradient[place] = 0.0 if is_bound or of_clipped > of_ratio else of_ratio / denom
+            stats["clipfrac"] += ratio != clipped
+            stats["approx_kl"] += ratio - 1 - (logprob - old)
+            stats["ratio_dev"] += abs(ratio - 1)
+            stats["token_share"] += 1
+    return loss / denom, gradient, {name: x / denom for name, x in stats.items()}
+
+
+@rule("surrogate", RANDOM)
+def _(ppo):
+    for generator, mask in random_masks():
+        given = {name: random_numbers(generator, mask) for name in ("logprobs", "old_logprobs", "advantages")}
+        given |= {"mask": mask, "clip_low": choice(generator, 0.1, 0.3), "clip_high": choice(generator, 0.25, 0.6),
+                  "dual_clip": choice(generator, None, 2.5), "denom": choice(generator, 5, 30)}  # fmt: skip
+        loss, gradient, statistics = surrogate_by_hand(**given)
+        logprobs = given["logprobs"].clone().requires_grad_()
+        got, stats = outputs(call(ppo.policy_loss, given | {"logprobs": logprobs}), 2, given, "loss, statistics")
+        same(given, loss, float(got.detach()), "loss", 1e-3)
+        for name, expected in statistics.items():
+            same(given, float(expected), statistic(given, stats, name), name, 1e-3)
+        if mask.any():
+            [found] = torch.autograd.grad(got, logprobs)
+            same(given, gradient, found, "gradient of the log-probs", 1e-3)
 
 
 @rule("surrogate", "The inputs stay as they are.")
 def _(ppo):
-    x = tensor([[0.0, -1.0]])
+    x = tensor([[0.0, NAN]])
     unchanged(ppo.policy_loss, {"logprobs": x, "old_logprobs": x - 0.5, "advantages": x, "mask": tensor([[T, False]]),
                                 "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "denom": 1})  # fmt: skip
 
@@ -479,16 +644,24 @@ def _(ppo):
         same(given, 0.125, loss, "loss")
 
 
+@rule("value", "The clip is around the old value, wherever that is.")
+def _(ppo):
+    given, loss = value_case(ppo, [3.0], [2.0], [3.0], clip=0.5)
+    same(given, 0.125, loss, "loss")
+
+
 @rule("value", "A clip of 0 is a clip: the value stays at the old one.")
 def _(ppo):
     given, loss = value_case(ppo, [1.0], [0.0], [1.0], clip=0.0)
     same(given, 0.5, loss, "loss")
 
 
-@rule("value", "The larger of the clipped and the unclipped square counts.")
+@rule("value", "The larger of the clipped and the unclipped square counts, token by token.")
 def _(ppo):
     given, loss = value_case(ppo, [2.0], [0.0], [0.0], clip=0.5)
     same(given, 2.0, loss, "loss")
+    given, loss = value_case(ppo, [2.0, 3.0], [0.0, 0.0], [0.0, 3.0], clip=0.5)
+    same(given, 2.0 + 3.125, loss, "loss")
 
 
 @rule("value", "The gradient reaches the values where they are not clipped.")
@@ -499,9 +672,34 @@ def _(ppo):
     same(given, tensor([[1.0, 0.0]]), values.grad, "gradient of the values")
 
 
+def value_loss_by_hand(values, old_values, returns, mask, clip, denom):
+    loss, gradient = 0.0, torch.zeros(mask.shape)
+    for row in by_token(mask, values, old_values, returns):
+        for place, value, old, target in row:
+            clipped = value if clip is None else min(max(value, old - clip), old + clip)
+            square, of_clipped = (value - target) ** 2, (clipped - target) ** 2
+            loss += max(square, of_clipped) / 2 / denom
+            gradient[place] = 0.0 if of_clipped > square else (value - target) / denom
+    return loss, gradient
+
+
+@rule("value", RANDOM)
+def _(ppo):
+    for generator, mask in random_masks():
+        given = {name: random_numbers(generator, mask) for name in ("values", "old_values", "returns")}
+        given |= {"mask": mask, "clip": choice(generator, None, 0.55), "denom": choice(generator, 5, 30)}
+        loss, gradient = value_loss_by_hand(**given)
+        values = given["values"].clone().requires_grad_()
+        got = call(ppo.value_loss, given | {"values": values})[0]
+        same(given, loss, got, "loss", 1e-3)
+        if mask.any():
+            [found] = torch.autograd.grad(got, values)
+            same(given, gradient, found, "gradient of the values", 1e-3)
+
+
 @rule("value", "The inputs stay as they are.")
 def _(ppo):
-    x = tensor([[3.0, 1.0]])
+    x = tensor([[3.0, NAN]])
     unchanged(ppo.value_loss, {"values": x, "old_values": x + 1, "returns": x - 1, "mask": tensor([[T, False]]),
                                "clip": 0.5, "denom": 2})  # fmt: skip
 
@@ -529,6 +727,13 @@ def _(ppo):
     schedule(ppo, 0.5, 0.1, 0.5, 0.275)
 
 
+@rule("schedule", "The way down is a straight line: after a quarter of the way, a quarter of the fall is done.")
+def _(ppo):
+    schedule(ppo, 0.5, 0.2, 0.25, 0.4)
+    schedule(ppo, 0.5, 0.2, 0.1, 0.46)
+    schedule(ppo, 2.0, 0.5, 0.9, 1.1)
+
+
 @rule("schedule", "Beyond progress 1 the value stays at its end.")
 def _(ppo):
     schedule(ppo, 0.5, 0.1, 1.5, 0.05)
@@ -544,16 +749,20 @@ def _(ppo):
 
 
 class Table:
-    """A model whose log-prob, or value, of a token is `factor` times its id."""
+    """A model whose log-prob, or value, of a token is `numbers[id]`."""
 
-    def __init__(self, factor):
-        self.factor = factor
+    def __init__(self, *numbers):
+        self.numbers = tensor(numbers)
 
     def sampled_logprobs(self, mb, temperature):
-        return self.factor * mb.tokens * mb.mask, torch.zeros(mb.tokens.shape)
+        return self.numbers[mb.tokens] * mb.mask, torch.zeros(mb.tokens.shape)
 
     def sampled_values(self, mb):
-        return self.factor * mb.tokens * mb.mask
+        return self.numbers[mb.tokens] * mb.mask
+
+
+ACTOR, REFERENCE = Table(0.0, -0.1, -0.2, -0.3, -0.4, -0.5), Table(0.0, -0.3, -0.1, -0.9, -0.2, -1.5)
+CRITIC = Table(0.0, 0.1, 0.2, 0.6, -0.3, 0.5)
 
 
 def episode(ppo, ids, rewards, stop="terminated", prompt=1):
@@ -571,8 +780,8 @@ def arguments(ppo, **changes):
 
 def experience_of(ppo, episodes, critic=None, **flags):
     args = arguments(ppo, **flags)
-    reference = Table(-0.3) if args.kl_coef else None
-    return ppo.make_experience(episodes, Table(-0.1), critic, reference, ppo.TrainState(), args)
+    reference = REFERENCE if args.kl_coef else None
+    return ppo.make_experience(episodes, ACTOR, critic, reference, ppo.TrainState(), args)
 
 
 def two_episodes(ppo):
@@ -582,7 +791,7 @@ def two_episodes(ppo):
 
 TWO = {"tokens": [[5, 1, 2], [5, 1, 2, 3]], "sampled": [[0, 1, 1], [0, 1, 1, 1]],
        "rewards of the environment": [[0, 0, 0.5], [0, 0.25, 0, 1]], "stop": ["length", "terminated"]}  # fmt: skip
-LOGS = {"log pi": [[0, -0.1, -0.2], [0, -0.1, -0.2, -0.3]], "log pi_ref": [[0, -0.3, -0.6], [0, -0.3, -0.6, -0.9]]}
+LOGS = {"log pi": [[0, -0.1, -0.2], [0, -0.1, -0.2, -0.3]], "log pi_ref": [[0, -0.3, -0.1], [0, -0.3, -0.1, -0.9]]}
 
 
 def used_rewards(ppo, **flags):
@@ -599,7 +808,7 @@ def _(ppo):
 @rule("rewards", "The reward of a token is reduced by kl_coef * (log pi - log pi_ref) of that token.")
 def _(ppo):
     given, e = used_rewards(ppo, kl_coef=0.5)
-    same(given, tensor([[0.0, -0.1, 0.3, 0.0], [0.0, 0.15, -0.2, 0.7]]), e.returns, "rewards")
+    same(given, tensor([[0.0, -0.1, 0.55, 0.0], [0.0, 0.15, 0.05, 0.7]]), e.returns, "rewards")
 
 
 @rule("rewards", "The KL is that of the old log-probs, not of those that the sampler recorded.")
@@ -608,7 +817,7 @@ def _(ppo):
     for e in episodes:
         e.logprobs = [x - 1.0 for x in e.logprobs]
     e = experience_of(ppo, episodes, kl_coef=0.5)
-    same(TWO | LOGS | {"kl_coef": 0.5}, tensor([[0.0, -0.1, 0.3, 0.0], [0.0, 0.15, -0.2, 0.7]]), e.returns, "rewards")
+    same(TWO | LOGS | {"kl_coef": 0.5}, tensor([[0.0, -0.1, 0.55, 0.0], [0.0, 0.15, 0.05, 0.7]]), e.returns, "rewards")
 
 
 @rule("rewards", "With --kl-loss the KL is a term of the loss, and the rewards have none.")
@@ -638,16 +847,73 @@ def _(ppo):
     same(given, tensor([[0.0, 0.0, 0.25, 0.0], [0.0, 0.25, 0.0, 1.0]]), e.rewards, "experience.rewards")
 
 
+@rule("rewards", "The score of a reward model is added at the last token of its sample, and is logged.")
+def _(ppo):
+    episodes = two_episodes(ppo)
+    episodes[0].score, episodes[1].score = 2.0, -1.0
+    e = experience_of(ppo, episodes, kl_coef=0.0)
+    expected = tensor([[0.0, 0.0, 2.5, 0.0], [0.0, 0.25, 0.0, 0.0]])
+    for name, got in ("rewards", e.returns), ("experience.rewards", e.rewards):
+        same(TWO | {"score": [2, -1], "kl_coef": 0}, expected, got, name)
+
+
+def random_episodes(ppo, generator):
+    """Four episodes of different lengths. Some have an answer of the environment, tokens that were not sampled."""
+    episodes = []
+    for _ in range(4):
+        prompt, n = choice(generator, 1, 2), choice(generator, 1, 2, 3, 4)
+        ids = torch.randint(1, 6, (prompt + n,), generator=generator).tolist()
+        rewards = [0.0] * prompt + [choice(generator, 0.0, 0.0, 0.5, -1.0) for _ in range(n)]
+        e = episode(ppo, ids, rewards, choice(generator, "length", "terminated", "truncated"), prompt)
+        if n > 2 and choice(generator, True, False):
+            e.mask[prompt + 1], e.logprobs[prompt + 1], e.rewards[prompt + 1] = False, 0.0, 0.0
+        e.score = choice(generator, 0.0, 1.5, -0.5)
+        episodes.append(e)
+    return episodes
+
+
+def of_episodes(episodes):
+    return {"tokens": [e.ids for e in episodes], "sampled": [e.mask for e in episodes],
+            "rewards of the environment": [e.rewards for e in episodes], "stop": [e.stop for e in episodes],
+            "score": [e.score for e in episodes]}  # fmt: skip
+
+
+def rewards_by_hand(episodes, kl_coef, kl_loss, truncation_penalty):
+    """(those that are logged, those that are used), lists of lists."""
+    logged, used = [], []
+    for e in episodes:
+        row = list(e.rewards)
+        row[-1] += e.score - truncation_penalty * (e.stop == "length")
+        coef = 0.0 if kl_loss else kl_coef
+        kls = [float(ACTOR.numbers[i] - REFERENCE.numbers[i]) * m for i, m in zip(e.ids, e.mask)]
+        logged.append(row)
+        used.append([reward - coef * kl for reward, kl in zip(row, kls)])
+    return logged, used
+
+
+@rule("rewards", "All of this holds in random cases.")
+def _(ppo):
+    for generator, _ in random_masks():
+        flags = {"kl_coef": choice(generator, 0.0, 0.5), "truncation_penalty": choice(generator, 0.0, 0.25)}
+        flags["kl_loss"] = choice(generator, None, None, "k2") if flags["kl_coef"] else None
+        episodes = random_episodes(ppo, generator)
+        given = of_episodes(episodes) | flags
+        logged, used = map(ppo.padded, rewards_by_hand(episodes, **flags))
+        e = experience_of(ppo, episodes, **flags)
+        same(given, logged, e.rewards, "experience.rewards")
+        same(given, used * e.mask, e.returns, "rewards at the sampled tokens")
+
+
 # === advantages ===
 
 
 def advantage_case(ppo, rewards=(0.5, 1.0), **flags):
-    """Two samples of two tokens, with values 0.1 and 0.2."""
+    """Two samples of two tokens, with CRITIC's values 0.1 and 0.2."""
     episodes = [episode(ppo, [5, 1, 2], [0, 0, reward]) for reward in rewards]
     flags = {"kl_coef": 0.0, "critic_lambda": 1.0} | flags
-    e = experience_of(ppo, episodes, Table(0.1), **flags)
-    given = {"rewards": [[0, 0, reward] for reward in rewards], "values": [[0, 0.1, 0.2]] * 2,
-             "sampled": [[0, 1, 1]] * 2} | flags  # fmt: skip
+    e = experience_of(ppo, episodes, CRITIC, **flags)
+    given = {"rewards": [[0, 0, reward] for reward in rewards], "values": [[0, 0.1, 0.2]] * len(rewards),
+             "sampled": [[0, 1, 1]] * len(rewards)} | flags  # fmt: skip
     return given, e
 
 
@@ -685,16 +951,66 @@ def _(ppo):
 
 @rule("advantages", "Advantages are whitened over the sampled tokens of all samples together.")
 def _(ppo):
-    given, e = advantage_case(ppo)
-    raw = tensor([[0.4, 0.3], [0.9, 0.8]])
+    given, e = advantage_case(ppo, rewards=(0.5, 1.0, -0.6))
+    raw = tensor([[0.4, 0.3], [0.9, 0.8], [-0.7, -0.8]])
     same(given, (raw - raw.mean()) / raw.std(), e.advantages[:, 1:], "advantages of the sampled tokens")
-    same(given, torch.zeros(2), e.advantages[:, 0], "advantages of the prompt")
+    same(given, torch.zeros(3), e.advantages[:, 0], "advantages of the prompt")
 
 
 @rule("advantages", "`experience.advantage_std` is their standard deviation before whitening, over the sampled tokens.")
 def _(ppo):
     given, e = advantage_case(ppo)
     same(given, tensor([0.4, 0.3, 0.9, 0.8]).std().item(), e.advantage_std, "experience.advantage_std")
+
+
+@rule("advantages", "`experience.advantage_std` is a float, and 0 if there is one sampled token or none.")
+def _(ppo):
+    _, e = advantage_case(ppo)
+    holds(type(e.advantage_std) is float, {}, "float", type(e.advantage_std).__name__, "type of advantage_std")
+    for ids in [5, 2], [5]:
+        single = episode(ppo, ids, [0.0] * (len(ids) - 1) + [1.0])
+        e = experience_of(ppo, [single], CRITIC, kl_coef=0.0)
+        given = {"tokens": [ids], "sampled": [single.mask], "reward": 1}
+        same(given, 0.0, e.advantage_std, "experience.advantage_std")
+        same(given, torch.zeros(1, len(ids)), e.advantages, "experience.advantages")
+
+
+@rule("advantages", "Small advantages are whitened like large ones.")
+def _(ppo):
+    episodes = [episode(ppo, [5, 1, 2], [0, 0, reward]) for reward in (0.001, 0.004)]
+    e = experience_of(ppo, episodes, kl_coef=0.0)
+    given = {"rewards": [[0, 0, 0.001], [0, 0, 0.004]], "critic": None}
+    expected = tensor([[-0.866, -0.866], [0.866, 0.866]])
+    same(given, expected, e.advantages[:, 1:], "advantages of the sampled tokens", 0.01)
+
+
+@rule("advantages", "They are made of `rewards`, with the KL, and not of those that are logged. So are the returns.")
+def _(ppo):
+    e = experience_of(ppo, two_episodes(ppo), kl_coef=0.5, critic_lambda=1.0)
+    given = TWO | LOGS | {"kl_coef": 0.5, "critic": None}
+    same(given, tensor([[0.0, 0.45, 0.55, 0.0], [0.0, 0.9, 0.75, 0.7]]), e.returns, "experience.returns")
+    same(given, tensor([0.45, 0.55, 0.9, 0.75, 0.7]).std().item(), e.advantage_std, "experience.advantage_std")
+
+
+@rule("advantages", "All of this holds in random cases, with several minibatches.")
+def _(ppo):
+    for generator, _ in random_masks():
+        flags = {"kl_coef": choice(generator, 0.0, 0.5), "gamma": choice(generator, 0.9, 1.0)}
+        flags |= {"gae_lambda": choice(generator, 0.0, 0.5, 1.0), "critic_lambda": choice(generator, 0.2, 1.0)}
+        episodes, critic = random_episodes(ppo, generator), choice(generator, None, CRITIC)
+        given = of_episodes(episodes) | flags | {"critic": "a table" if critic else None, "train_batch_size": 2}
+        _, used = rewards_by_hand(episodes, flags["kl_coef"], None, 0.0)
+        mask, rewards = ppo.padded(e.mask for e in episodes), ppo.padded(used)
+        values = ppo.padded(e.ids for e in episodes)
+        values = CRITIC.numbers[values] * mask if critic else torch.zeros(mask.shape)
+        advantages, _ = gae_by_hand(rewards, values, mask, flags["gamma"], flags["gae_lambda"])
+        _, returns = gae_by_hand(rewards, values, mask, flags["gamma"], flags["critic_lambda"])
+        std = float(advantages[mask].std())
+        e = experience_of(ppo, episodes, critic, train_batch_size=2, **flags)
+        same(given, values, e.values, "experience.values")
+        same(given, returns, e.returns, "experience.returns", 1e-3)
+        same(given, std if std > 1e-6 else 0.0, e.advantage_std, "experience.advantage_std", 1e-3)
+        same(given, whitened_by_hand(advantages, mask) * (std > 1e-6), e.advantages, "experience.advantages", 1e-3)
 
 
 @rule("advantages", "Advantages that differ by rounding only become 0. Whitening would make noise of them.")
@@ -710,7 +1026,7 @@ def _(ppo):
 def decoder(ppo, logits, temperature=1.0, noise_scale=1.0, keys=None, length=2, S=6, **changes):
     """Rows with the newest token at index length - 1, all alive, whose model always gives these logits [B, V]."""
     B = len(logits)
-    rows = lambda x, dtype=torch.int64: torch.full((B,), x, dtype=dtype)
+    rows = lambda x, dtype=torch.int64: x if isinstance(x, torch.Tensor) else torch.full((B,), x, dtype=dtype)
     model = types.SimpleNamespace(next_logits=lambda *_: logits.clone())
     values = dict(
         sampler=model, cache=None, dummy_position=S, tokens=torch.zeros(B, S + 1, dtype=torch.int64),
@@ -720,12 +1036,42 @@ def decoder(ppo, logits, temperature=1.0, noise_scale=1.0, keys=None, length=2, 
     return types.SimpleNamespace(**values | changes)
 
 
+class Written(Exception):
+    """What is written into decoder.tokens or decoder.logprobs."""
+
+
+class Columns:
+    """In place of one of them: `scatter_` raises Written."""
+
+    def gather(self, dim, index):
+        return torch.zeros_like(index)
+
+    def scatter_(self, dim, index, x):
+        raise Written(x)
+
+
+@rule("sampling", "`token` is [B, 1] and int64. `logprob` is [B, 1] and float32.")
+def _(ppo):
+    for name, dtype in ("tokens", torch.int64), ("logprobs", torch.float32):
+        d = decoder(ppo, tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]]), **{name: Columns()})
+        if name == "logprobs":
+            d.tokens = types.SimpleNamespace(gather=Columns().gather, scatter_=lambda *_: None)
+        try:
+            ppo.sample_token(d, 16)
+        except Written as written:
+            [x] = written.args
+            what = name.removesuffix("s")
+            same({"B": 2}, torch.zeros(2, 1, dtype=dtype), torch.zeros_like(x), what)
+
+
 @rule("sampling", "At noise_scale 0, which is greedy decoding, the token is the most likely one.")
 def _(ppo):
     logits = tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
-    d = decoder(ppo, logits, noise_scale=0.0)
-    ppo.sample_token(d, 16)
-    same({"logits": logits, "noise_scale": 0}, tensor([1, 0]), d.tokens[:, 2], "tokens")
+    for draws_noise in True, False:
+        d = decoder(ppo, logits, noise_scale=0.0, draws_noise=draws_noise)
+        ppo.sample_token(d, 16)
+        given = {"logits": logits, "noise_scale": 0, "draws_noise": draws_noise}
+        same(given, tensor([1, 0]), d.tokens[:, 2], "tokens")
 
 
 @rule("sampling", "Tokens come as often as softmax(logits / temperature) says.")
@@ -742,12 +1088,19 @@ def _(ppo):
 
 @rule("sampling", "The log-prob is that of the token under softmax(logits / temperature), without the noise.")
 def _(ppo):
-    logits = tensor([[0.0, 1.0, 2.0, -1.0]] * 8)
-    d = decoder(ppo, logits, 0.5)
+    row = tensor([0.0, 0.3, 0.1])
+    for temperature in 0.5, 2.0:
+        d = decoder(ppo, row.repeat(32, 1), temperature)
+        ppo.sample_token(d, 16)
+        token = d.tokens[:, 2]
+        expected = (row / temperature).log_softmax(-1)[token]
+        given = {"logits of each row": row, "temperature": temperature, "sampled tokens": token}
+        same(given, expected, d.logprobs[:, 2], "log-probs")
+    # Rows differ in their logits.
+    logits = tensor([[0.0, 1.0, 3.0], [2.0, 0.0, 0.0]])
+    d = decoder(ppo, logits, noise_scale=0.0)
     ppo.sample_token(d, 16)
-    token = d.tokens[:, 2]
-    expected = (logits / 0.5).log_softmax(-1).gather(1, token[:, None])[:, 0]
-    same({"logits": logits[0], "temperature": 0.5, "sampled tokens": token}, expected, d.logprobs[:, 2], "log-probs")
+    same({"logits": logits, "noise_scale": 0}, tensor([-0.1698, -0.2395]), d.logprobs[:, 2], "log-probs", 1e-3)
 
 
 @rule("sampling", "A log-prob is not 0 in greedy decoding either: it is that of the policy.")
@@ -767,6 +1120,21 @@ def _(ppo):
         ppo.sample_token(d, 16)
         both.append(d.tokens[:, 2])
     same({"noise_keys": "16 keys, then the same in reverse"}, both[0], both[1].flip(0), "tokens by key")
+
+
+@rule("sampling", "A row's token depends on its own length, and not on those of other rows.")
+def _(ppo):
+    keys, logits, length = ppo.sample_keys(1, 0, range(16)), torch.zeros(16, 50), torch.arange(16) % 4 + 1
+    d = decoder(ppo, logits, keys=keys, length=length.clone())
+    ppo.sample_token(d, 16)
+    together = d.tokens.gather(1, length[:, None])[:, 0]
+    alone = []
+    for row in range(16):
+        d = decoder(ppo, logits[:1], keys=keys[row : row + 1], length=length[row : row + 1].clone())
+        ppo.sample_token(d, 16)
+        alone.append(int(d.tokens[0, length[row]]))
+    given = {"logits": "all 0", "length": length, "noise_keys": "16 keys"}
+    same(given, tensor(alone), together, "tokens, expected those of each row alone")
 
 
 @rule("sampling", "The noise is another one at the next index of the text.")
@@ -826,7 +1194,7 @@ def compare_gradient(ppo, *case):
     same(given, by_autograd(**given), got, "gradient of the logits")
 
 
-@rule("gradient", "The gradient of log p[target] is onehot(target) - p.")
+@rule("gradient", "The gradient of the log-probs is right: autograd, from log_softmax, finds the same.")
 def _(ppo):
     compare_gradient(ppo, [1.0, 1.0], [0.0, 0.0])
 
@@ -836,7 +1204,7 @@ def _(ppo):
     compare_gradient(ppo, [2.0, -3.0], [0.0, 0.0])
 
 
-@rule("gradient", "The gradient of the entropy H is -p * (log p + H), multiplied by d_entropies.")
+@rule("gradient", "So is the gradient of the entropies, and each row is multiplied by its own d_entropies.")
 def _(ppo):
     compare_gradient(ppo, [0.0, 0.0], [1.0, 2.0])
 
@@ -860,12 +1228,53 @@ def _(ppo):
     same(given, torch.zeros(2), call(ppo.chunk_gradients, given).sum(-1), "sums of the rows")
 
 
-@rule("gradient", "The result has the dtype of the weight.")
+def random_gradient_case(seed=0, V=7, scale=1.0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(shape, generator=generator)
+    return {"hidden": (scale * normal(3, 4)).to(dtype), "weight": normal(V, 4).to(dtype),
+            "targets": torch.randint(V - 1, (3,), generator=generator), "temperature": 0.7, "d_logprobs": normal(3),
+            "d_entropies": normal(3)}  # fmt: skip
+
+
+@rule("gradient", "It holds for a weight [V, d] of any V and d, and for targets that are not the last id.")
 def _(ppo):
-    given = gradient_case(ppo, [1.0, 1.0], [0.0, 0.0])
-    given["hidden"], given["weight"] = given["hidden"].bfloat16(), given["weight"].bfloat16()
-    got = call(ppo.chunk_gradients, given)
-    holds(got.dtype == torch.bfloat16, {"dtype of the weight": torch.bfloat16}, torch.bfloat16, got.dtype, "dtype")
+    for seed in range(10):
+        given = random_gradient_case(seed, V=5 + seed)
+        same(given, by_autograd(**given), call(ppo.chunk_gradients, given), "gradient of the logits", 1e-3)
+
+
+@rule("gradient", "Logits of 200 are no problem, and neither are probabilities that are rounded to 0.")
+def _(ppo):
+    given = gradient_case(ppo, [1.0, -2.0], [0.5, 1.0], 1.0, ((0.0, 100.0, 200.0), (200.0, 199.0, -200.0)))
+    same(given, by_autograd(**given), call(ppo.chunk_gradients, given), "gradient of the logits")
+
+
+@rule("gradient", "It is exact with a large vocabulary, in which all probabilities are small.")
+def _(ppo):
+    given = random_gradient_case(V=20_000)
+    expected, got = by_autograd(**given), call(ppo.chunk_gradients, given)
+    named = {"weight": "[20000, 4]", "hidden": "[3, 4]", "temperature": 0.7}
+    same(named, expected.shape, got.shape, "shape of the result")
+    error = float((got - expected).norm(dim=1).max() / expected.norm(dim=1).min())
+    entropy = given | {"d_logprobs": torch.zeros(3)}
+    expected, got = by_autograd(**entropy), call(ppo.chunk_gradients, entropy)
+    error = max(error, float((got - expected).norm() / expected.norm()))
+    holds(error < 1e-3, named, "at most 0.001", error, "relative error of the gradient")
+
+
+@rule("gradient", "In bfloat16 the result is rounded once, at the end, to the dtype of the weight.")
+def _(ppo):
+    for seed in range(5):
+        given = random_gradient_case(seed, V=50, scale=4.0, dtype=torch.bfloat16)
+        got = call(ppo.chunk_gradients, given)
+        named = {"dtype of hidden and weight": torch.bfloat16, "hidden": "[3, 4]", "weight": "[50, 4]"}
+        holds(got.dtype == torch.bfloat16, named, torch.bfloat16, got.dtype, "dtype of the result")
+        expected = by_autograd(**given | {name: given[name].float() for name in ("hidden", "weight")})
+        error = float((got.float() - expected).norm() / expected.norm())
+        holds(error < 3e-3, named, "at most 0.003, as by rounding once", error, "relative error of the gradient")
+    given = gradient_case(ppo, [1.0, 1.0], [0.0, 0.0], 1.0, ((0.0, 0.0, 4.5), (4.0, 0.0, 1.0)))
+    given |= {name: given[name].bfloat16() for name in ("hidden", "weight")}
+    same(given, tensor([-0.01087, -0.01087, 0.02173]), call(ppo.chunk_gradients, given)[0].float(), "first row", 0.01)
 
 
 @rule("gradient", "The inputs stay as they are.")
@@ -895,9 +1304,32 @@ def epoch_of(ppo, experience, epoch=0, iteration=0, seed=1, size=4, budget=4096)
         for mb in minibatch:
             kind = type(mb).__name__
             holds(isinstance(mb, ppo.Microbatch), {}, "Microbatch", kind, "type of a microbatch that is yielded")
-            lengths.append(mb.lengths.tolist())
+            lengths.append(experience.lengths[mb.rows].tolist())
         parts.append((n_tokens, lengths))
     return parts
+
+
+def epoch_on_ranks(ppo, ranks, *case, **flags):
+    """`epoch_of` on each rank, one after another. In a second pass `all_reduce` has the sums of the first one."""
+    seen = [[] for _ in range(ranks)]
+
+    def epoch(rank, all_reduce):
+        with mock.patch.multiple(ppo, RANK=rank, WORLD_SIZE=ranks, all_reduce=all_reduce):
+            return epoch_of(ppo, *case, **flags)
+
+    for rank in range(ranks):
+        epoch(rank, lambda x: seen[rank].append(x.clone()) or x)
+    epochs = []
+    for rank in range(ranks):
+        sums = map(sum, zip(*seen))
+        epochs.append(epoch(rank, lambda x: next(sums)))
+    return epochs
+
+
+def in_words(parts):
+    """What `epoch_of` found, as a text: "24 tokens: samples of 3 4 | 5 6" has two microbatches."""
+    microbatches = lambda minibatch: " | ".join(" ".join(map(str, lengths)) for lengths in minibatch)
+    return "; ".join(f"{n_tokens} tokens: samples of {microbatches(minibatch)}" for n_tokens, minibatch in parts)
 
 
 EIGHT = {"lengths of the samples": [3, 4, 5, 6, 7, 8, 9, 10], "train_batch_size": 4, "prompt": "1 token"}
@@ -923,7 +1355,22 @@ def _(ppo):
     first = epoch_of(ppo, numbered(ppo))
     for change in {"epoch": 1}, {"iteration": 1}, {"seed": 2}:
         got = epoch_of(ppo, numbered(ppo), **change)
-        holds(got != first, EIGHT | change, "other minibatches than in epoch 0 of iteration 0 with seed 1", got)
+        given = EIGHT | {"epoch": 0, "iteration": 0, "seed": 1} | change
+        holds(got != first, given, "others than in epoch 0 of iteration 0 with seed 1", in_words(got), "minibatches")
+
+
+@rule("minibatches", "Any two samples meet in a minibatch in some epochs, and do not meet in others.")
+def _(ppo):
+    experience, together = numbered(ppo), torch.zeros(11, 11)
+    for epoch in range(40):
+        for _, minibatch in epoch_of(ppo, experience, epoch):
+            lengths = tensor([length for mb in minibatch for length in mb])
+            together[lengths[:, None], lengths] += 1
+    for i in range(3, 11):
+        for j in range(3, i):
+            given = EIGHT | {"two samples, by length": [j, i], "epochs": 40}
+            n = int(together[i, j])
+            holds(0 < n < 40, given, "more than 0, fewer than 40", n, "epochs together")
 
 
 @rule("minibatches", "The order depends on nothing else, so a run that is resumed repeats it.")
@@ -932,7 +1379,7 @@ def _(ppo):
     first = epoch_of(ppo, numbered(ppo))
     torch.manual_seed(2)
     second = epoch_of(ppo, numbered(ppo))
-    same(EIGHT | {"torch.manual_seed": [1, 2]}, first, second, "minibatches")
+    same(EIGHT | {"torch.manual_seed": [1, 2]}, in_words(first), in_words(second), "minibatches")
 
 
 @rule("minibatches", "n_tokens counts the sampled tokens of the whole minibatch, without the prompts.")
@@ -941,6 +1388,21 @@ def _(ppo):
         lengths = [length for mb in minibatch for length in mb]
         given = {"lengths of its samples": lengths, "prompt": "1 token", "micro_batch_tokens": 12}
         same(given, sum(lengths) - len(lengths), int(n_tokens), "n_tokens")
+
+
+@rule("minibatches", "On several ranks n_tokens is the same: it counts the samples of all ranks. Each has its share.")
+def _(ppo):
+    for ranks, budget in (2, 4096), (2, 12), (3, 4096):
+        epochs = epoch_on_ranks(ppo, ranks, numbered(ppo), budget=budget)
+        given = EIGHT | {"ranks": ranks, "micro_batch_tokens": budget}
+        given |= {f"minibatches of rank {rank}": in_words(epoch) for rank, epoch in enumerate(epochs)}
+        visited = sorted(length for epoch in epochs for length in flat(epoch))
+        same(given, [3, 4, 5, 6, 7, 8, 9, 10], visited, "lengths of the samples of all ranks in an epoch")
+        same(given, [2] * ranks, [len(epoch) for epoch in epochs], "minibatches of the ranks")
+        for k, minibatches in enumerate(zip(*epochs)):
+            lengths = [length for _, minibatch in minibatches for mb in minibatch for length in mb]
+            expected = [sum(lengths) - len(lengths)] * ranks
+            same(given, expected, [int(n) for n, _ in minibatches], f"n_tokens of minibatch {k}, on each rank")
 
 
 @rule("minibatches", "n_tokens is an int, not a tensor: it belongs to the minibatch and not to a microbatch.")
@@ -962,7 +1424,25 @@ def _(ppo):
 def _(ppo):
     experience = numbered(ppo)
     experience.mask[:] = False
-    same(EIGHT | {"mask": "all False"}, [], epoch_of(ppo, experience), "minibatches")
+    same(EIGHT | {"mask": "all False"}, "", in_words(epoch_of(ppo, experience)), "minibatches")
+    experience = numbered(ppo)
+    experience.mask[3] = False  # that of length 6
+    got = sorted(flat(epoch_of(ppo, experience, size=1)))
+    given = EIGHT | {"train_batch_size": 1, "without sampled tokens": "the sample of length 6"}
+    same(given, [3, 4, 5, 7, 8, 9, 10], got, "lengths of the samples of an epoch")
+
+
+@rule("minibatches", "A sample without sampled tokens keeps its place in a minibatch that has others with them.")
+def _(ppo):
+    for empty in [3], [0, 5]:
+        experience = numbered(ppo)
+        experience.mask[empty] = False
+        given = EIGHT | {"without sampled tokens": [f"the sample of length {i + 3}" for i in empty]}
+        parts = epoch_of(ppo, experience)
+        given["minibatches"] = in_words(parts)
+        same(given, [4, 4], [sum(map(len, minibatch)) for _, minibatch in parts], "samples of the minibatches")
+        same(given, [3, 4, 5, 6, 7, 8, 9, 10], sorted(flat(parts)), "lengths of the samples of an epoch")
+        same(given, 44 - sum(i + 2 for i in empty), sum(int(n) for n, _ in parts), "sum of n_tokens")
 
 
 @rule("minibatches", "The gradients of the microbatches add up to that of the minibatch.")
@@ -1058,11 +1538,63 @@ def _(ppo):
     same({"lengths": [2, 3], "mask": mask, "x": x}, expected, packing.unpack_sampled(x), "unpack_sampled(x)")
 
 
-@rule("packing", "Gradients go back through `pack` and `unpack`.")
+@rule("packing", "`unpack` puts the i-th number at the i-th index, whatever the order of the indices, in x's dtype.")
+def _(ppo):
+    for x in tensor([7.0, 8.0, 9.0]), tensor([7, 8, 9]), tensor([7.0, 8.0, 9.0], dtype=torch.bfloat16):
+        expected = tensor([[0, 9, 0, 0], [0, 7, 0, 8]]).to(x.dtype)
+        got = example(ppo).unpack(x, tensor([5, 7, 1]))
+        same(DOCSTRING | {"x": x, "dtype of x": x.dtype, "flat_index": [5, 7, 1]}, expected, got, "unpack(x, ...)")
+
+
+@rule("packing", "What `unpack_sampled` returns is no view of another tensor: a caller may change it in place.")
+def _(ppo):
+    got = example(ppo).unpack_sampled(tensor([7.0, 8.0, 9.0]))
+    holds(not got._is_view(), DOCSTRING, "a tensor of its own, as by clone()", "a view", "unpack_sampled(x)")
+
+
+@rule("packing", "All indices are on the device.")
+def _(ppo):
+    with mock.patch.object(ppo, "upload", lambda x, device: x.to(device)):
+        packing = ppo.Packing.from_lengths(tensor([4, 2]), tensor(DOCSTRING["mask"]) > 0, "meta")
+    for name in "flat_index", "position", "sampled", "starts":
+        got = getattr(packing, name).device.type
+        holds(got == "meta", {"device": "meta"}, "meta", got, f"device of {name}")
+
+
+@rule("packing", "Gradients go back through `pack`, `unpack` and `unpack_sampled`.")
 def _(ppo):
     packing, x = example(ppo), torch.ones(2, 4, requires_grad=True)
     (packing.unpack(packing.pack(x), packing.flat_index) * 2).sum().backward()
     same(DOCSTRING, tensor([[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 0.0, 0.0]]), x.grad, "gradient of x")
+    x = torch.ones(3, requires_grad=True)
+    (packing.unpack_sampled(x) * tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])).sum().backward()
+    same(DOCSTRING, tensor([3.0, 4.0, 6.0]), x.grad, "gradient of x, of unpack_sampled")
+
+
+@rule("packing", "All of this holds in random cases, with samples of several turns.")
+def _(ppo):
+    for generator, mask in random_masks():
+        lengths = torch.randint(1, 7, (3,), generator=generator)
+        lengths[choice(generator, 0, 1, 2)] = 6
+        real = torch.arange(6) < lengths[:, None]
+        mask = mask & real
+        places = [(row, t) for row in range(3) for t in range(6) if real[row, t]]
+        chosen = [k for k, place in enumerate(places) if mask[place]]
+        given = {"lengths": lengths, "mask": mask}
+        packing = ppo.Packing.from_lengths(lengths, mask, "cpu")
+        same(given, tensor([6 * row + t for row, t in places]), packing.flat_index, "flat_index")
+        same(given, tensor([t for _, t in places]), packing.position, "position")
+        same(given, tensor(chosen, dtype=torch.int64), packing.sampled, "sampled")
+        starts = [int(lengths[:row].sum()) for row in range(4)]
+        same(given, tensor(starts, dtype=torch.int32), packing.starts, "starts")
+        x = torch.randn(3, 6, 2, generator=generator)
+        packed = torch.stack([x[place] for place in places])
+        same(given | {"x": "random, [3, 6, 2]"}, packed, packing.pack(x), "pack(x)")
+        same(given | {"x": "[n, 2]"}, x * real[..., None], packing.unpack(packed, packing.flat_index), "unpack(x, ...)")
+        numbers = torch.arange(1.0, len(chosen) + 1)
+        expected = torch.zeros(3, 6)
+        expected[mask] = numbers
+        same(given | {"x": numbers}, expected, packing.unpack_sampled(numbers), "unpack_sampled(x)")
 
 
 # === shift ===
@@ -1079,18 +1611,35 @@ def small_model(ppo, head="lm"):
 
 
 def shift_case(ppo):
-    samples = [([7, 8, 9], 1), ([3, 4, 5, 6], 2), ([2, 8], 1)]  # ids, and the length of the prompt
-    e = ppo.Experience.from_episodes([episode(ppo, ids, [0] * len(ids), prompt=n) for ids, n in samples])
-    given = {"tokens": [[7, 8, 9], [3, 4, 5, 6], [2, 8]], "sampled": [[0, 1, 1], [0, 0, 1, 1], [0, 1]],
-             "model": "random, so this case cannot be computed by hand"}  # fmt: skip
+    """The third sample has two turns, with an answer of the environment between them."""
+    samples = [([7, 8, 9], 1), ([3, 4, 5, 6], 2), ([2, 8, 1, 10, 7], 1)]  # ids, and the length of the prompt
+    episodes = [episode(ppo, ids, [0] * len(ids), prompt=n) for ids, n in samples]
+    episodes[2].mask[2:4] = [False, False]
+    e = ppo.Experience.from_episodes(episodes)
+    given = {"tokens": [[7, 8, 9], [3, 4, 5, 6], [2, 8, 1, 10, 7]],
+             "sampled": [[0, 1, 1], [0, 0, 1, 1], [0, 1, 0, 0, 1]]}  # fmt: skip
     return given, e, e.microbatch(torch.arange(3), "cpu")
+
+
+RANDOM_MODEL = {"model": "random, so this case cannot be computed by hand"}
 
 
 @rule("shift", "The result is [m, hidden]: a state for each of the m sampled tokens.")
 def _(ppo):
     given, _, mb = shift_case(ppo)
     got = small_model(ppo).states_before_sampled(mb.tokens, mb.packing)
-    same(given, [5, 16], list(got.shape), "shape of result")
+    same(given, [6, 16], list(got.shape), "shape of result")
+
+
+@rule("shift", "It is the state after the token before the sampled one, at its position in the sample.")
+def _(ppo):
+    """Here the state after a token is its id and its position."""
+    given, _, mb = shift_case(ppo)
+    model = small_model(ppo)
+    model.hidden_states = lambda tokens, positions, **_: torch.stack([tokens, positions], -1).float()
+    expected = tensor([[7.0, 0.0], [8.0, 1.0], [4.0, 1.0], [5.0, 2.0], [2.0, 0.0], [10.0, 3.0]])
+    got = model.states_before_sampled(mb.tokens, mb.packing)
+    same(given | {"state after a token": "[its id, its position]"}, expected, got, "states")
 
 
 @rule("shift", "The log-prob of a sampled token comes from the output one token earlier.")
@@ -1099,8 +1648,9 @@ def _(ppo):
     given, e, mb = shift_case(ppo)
     model = small_model(ppo)
     got, _ = model.sampled_logprobs(mb, 1.0)
+    given |= RANDOM_MODEL
     logprobs = model(e.tokens).log_softmax(-1)[:, :-1]
-    expected = torch.zeros(3, 4)
+    expected = torch.zeros(3, 5)
     expected[:, 1:] = logprobs.gather(2, e.tokens[:, 1:, None])[..., 0] * e.mask[:, 1:]
     same(given, expected, got, "log-probs", 1e-3)
 
@@ -1109,8 +1659,9 @@ def _(ppo):
 @torch.no_grad()
 def _(ppo):
     given, e, mb = shift_case(ppo)
+    given |= RANDOM_MODEL
     critic = small_model(ppo, "scalar")
-    expected = torch.zeros(3, 4)
+    expected = torch.zeros(3, 5)
     expected[:, 1:] = critic(e.tokens)[:, :-1] * e.mask[:, 1:]
     same(given, expected, critic.sampled_values(mb), "values", 1e-3)
 
@@ -1122,7 +1673,8 @@ def _(ppo):
     model = small_model(ppo)
     got, _ = model.sampled_logprobs(mb, 1.0)
     alone, _ = model.sampled_logprobs(e.microbatch(tensor([1]), "cpu"), 1.0)
-    same(given, alone[0], got[1], "log-probs of the second sample, expected those of it alone", 1e-3)
+    given |= RANDOM_MODEL
+    same(given, alone[0], got[1, :4], "log-probs of the second sample, expected those of it alone", 1e-3)
 
 
 @rule("shift", "Gradients reach the model.")
@@ -1140,23 +1692,32 @@ def _(ppo):
 def small_run(ppo, **flags):
     """Train a few samples in a second, in an environment that rewards long answers.
 
-    Within, the run's folder exists. Yields it, the rows of metrics.jsonl, the experience of each iteration, the
-    summary and what was printed.
+    Within, the run's folder exists. Yields it, the rows of metrics.jsonl, the summary, what was printed, the actor, and
+    for each iteration the experience, and the weights of actor and reference after the rollout.
     """
     flags = dict(
         num_iterations=2, rollout_batch_size=8, train_batch_size=4, max_new_tokens=5, sft_steps=0, eval_episodes=2,
         save_every=0, device="cpu", run_name="run", env_id="environments:Plain-v0") | flags  # fmt: skip
     printed = io.StringIO()
-    experiences, make_experience = [], ppo.make_experience
+    seen = types.SimpleNamespace(experiences=[], weights=[])
+    make_experience = ppo.make_experience
 
-    def remembered(*given):
-        experiences.append(make_experience(*given))
-        return experiences[-1]
+    def remembered(episodes, actor, critic, reference, *rest):
+        models, seen.actor = {"actor": actor, "reference": reference}, actor
+        seen.weights.append({name: flat_weights(model) for name, model in models.items() if model})
+        seen.experiences.append(make_experience(episodes, actor, critic, reference, *rest))
+        return seen.experiences[-1]
 
     patches = {"make_experience": remembered, "SummaryWriter": mock.Mock(), "SFT_BATCH_SIZE": 8}
     with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(ppo, **patches):
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
             summary = ppo.train(ppo.Args(log_dir=folder, **flags))
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-        yield types.SimpleNamespace(rows=rows, experiences=experiences, summary=summary, printed=printed.getvalue(),
-                                    folder=Path(folder, "run"))  # fmt: skip
+        yield types.SimpleNamespace(rows=rows, summary=summary, printed=printed.getvalue(),
+                                    folder=Path(folder, "run"), **vars(seen))  # fmt: skip
+
+
+def flat_weights(model):
+    """A copy of all weights, in float32 and in one piece. In bfloat16 they are those of FSDP."""
+    weights = [p.detach() for p in model.parameters()]
+    return torch.cat([(x.full_tensor() if hasattr(x, "full_tensor") else x).float().flatten() for x in weights])

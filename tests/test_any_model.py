@@ -292,7 +292,7 @@ def test_all_learned_positions_can_be_used(patched, tmp_path, name):
         expected = torch.where(torch.tensor(episode.mask)[1:], logprobs, 0.0)
         torch.testing.assert_close(torch.tensor(episode.logprobs)[1:], expected, rtol=0, atol=1e-4)
     args.max_new_tokens += 1
-    with pytest.raises(patched.UserError, match=r"33 tokens in sum, but .* takes at most 32"):
+    with pytest.raises(patched.UserError, match=r"33 tokens in total, but .* takes at most 32"):
         patched.load_model(str(folder), "lm", args)
 
 
@@ -304,7 +304,7 @@ def test_longrope_is_limited_to_the_length_at_which_its_frequencies_change(patch
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=0, atol=1e-4)
     args.max_new_tokens += 1
-    with pytest.raises(patched.UserError, match=r"129 tokens in sum, but .* takes at most 128"):
+    with pytest.raises(patched.UserError, match=r"129 tokens in total, but .* takes at most 128"):
         patched.load_model(str(folder), "lm", args)
 
 

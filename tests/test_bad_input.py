@@ -310,7 +310,7 @@ def test_a_state_that_is_not_json_is_refused_in_the_first_iteration(ppo, tmp_pat
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0,
         "original_max_position_embeddings": 24}})],
     ("a vocabulary of 13 tokens, but the tokenizer needs 14", {"vocab_size": 13}),
-    ("--max-prompt-tokens and --max-new-tokens: 24 tokens in sum, but ", {"max_position_embeddings": 23}),
+    ("--max-prompt-tokens and --max-new-tokens: 24 tokens in total, but ", {"max_position_embeddings": 23}),
     *[("config.json: TypeError", {"rope_parameters": None, "rope_theta": x}) for x in ("5000", None)],
     ("Field 'rms_norm_eps' expected float", {"rms_norm_eps": None}),
     *[("Field 'eos_token_id'", {"eos_token_id": x}) for x in (["2"], [[2]], "<eos>")],

@@ -246,6 +246,27 @@ def test_where_the_clip_leaves_a_gradient(ppo, advantage, ratio, trains):
     torch.testing.assert_close(slope, torch.tensor([[-advantage * ratio * trains]]).double())
 
 
+def test_the_clip_switches_off_a_kl_in_the_reward_but_not_in_the_loss(ppo):
+    """A token with a ratio of 1.3, a reward of 1, and a reference that finds it less likely by 0.5 nats."""
+    beta, ref, mask = 0.3, torch.tensor([[-0.5]]).double(), torch.ones(1, 1).bool()
+
+    def slope(in_the_reward, in_the_loss, clip):
+        def loss(logprobs):
+            old = torch.zeros(1, 1).double()
+            advantages = 1 - in_the_reward * ppo.kl_estimate(old, ref, "k1")
+            pg_loss, _ = ppo.policy_loss(logprobs, old, advantages, mask, clip, clip, None, denom=1)
+            weight = (logprobs - old).exp().detach()
+            return pg_loss + in_the_loss * (weight * ppo.kl_estimate(logprobs, ref, "k2")).sum()
+
+        return float(gradient(loss, torch.tensor([[1.3]]).double().log()))
+
+    assert slope(beta, 0.0, clip=0.2) == 0.0
+    k1 = float(torch.tensor(1.3).log()) + 0.5  # of the present policy; that of the rollout is 0.5
+    assert slope(0.0, beta, clip=0.2) == pytest.approx(1.3 * beta * k1)
+    assert slope(beta, 0.0, clip=1e9) == pytest.approx(-1.3 * (1 - beta * 0.5))
+    assert slope(0.0, beta, clip=1e9) == pytest.approx(-1.3 * (1 - beta * k1))
+
+
 # --- A learned reward, and the best policy under a KL penalty.
 
 

@@ -23,7 +23,8 @@ OTHERS = (
     "rollout-is-band rollout-is-sequence model-dir only seeds penalise-success-only sampler-dtype sampler-bits "
     "find-links watch patches "
     "nodes ntasks-per-node gpus-per-node cpus-per-task time signal requeue open-mode dependency job-name "  # of sbatch
-    "signals-to-handle standalone"
+    "signals-to-handle standalone "
+    "explain secret bodies"
 ).split()
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import exercise
+import exercise_bodies
 import exercise_bugs
 import exercise_rules
 import plant_faults
@@ -18,7 +19,7 @@ from conftest import ROOT, slow_but
 
 pytestmark = pytest.mark.shared
 SCRIPT = exercise.SCRIPT.read_text()
-PAGE = (ROOT / "docs" / "exercises.md").read_text()
+PAGE, SOLUTIONS = ((ROOT / "docs" / f"{page}.md").read_text() for page in ("exercises", "solutions"))
 FAULTS = plant_faults.read_faults()
 
 
@@ -47,7 +48,12 @@ def test_a_blank_is_named_as_not_written_and_its_solution_passes(name):
     text = exercise.blank_text(name)
     broken, said = broken_rules(name, text)
     assert broken[-1] == exercise.NOT_YET and "your part of" in said
-    lines, left_out = text.splitlines(), SCRIPT.splitlines()
+    left_out = SCRIPT.splitlines()
+    if hidden := exercise.BLANKS[name].hidden:  # the end of the docstring
+        end = '"""\n    # >>> Your part'
+        assert hidden not in text and text.count(end) == 1
+        text = text.replace(end, hidden + end)
+    lines = text.splitlines()
     begins = [i for i, line in enumerate(lines) if f">>> Your part of `{name}` begins here" in line]
     ends = [i for i, line in enumerate(lines) if "<<< Your part ends here" in line]
     gaps = exercise.BLANKS[name].gaps
@@ -106,7 +112,7 @@ WRONG = {
         ("dual_clip_of_positive_advantages", "dual_clip"),
         ("ratio_without_gradient", "The gradient of a log-prob"),
         ("clipfrac_of_one_side", "clipfrac"),
-        ("approx_kl_is_k1", "approx_kl"),
+        ("approx_kl_is_k1", "approx_kl is the sum"),
         ("ratio_dev_is_signed", "ratio_dev"),
         ("loss_divided_by_the_microbatch", "divided by `denom`"),
         (("pg_loss1 = -advantages * ratio", "pg_loss1 = advantages * ratio"), "minus its advantage"),
@@ -182,9 +188,9 @@ WRONG = {
     ],
     "gradient": [
         ("head_gradient_without_temperature", "divided by the temperature"),
-        ("head_gradient_of_the_entropy", "gradient of the entropy"),
+        ("head_gradient_of_the_entropy", "gradient of the entropies"),
         (("d_logits = d_logprobs[:, None] * (one_hot - probs)", "d_logits = d_logprobs[:, None] * (probs - one_hot)"),
-         "onehot(target) - p"),
+         "gradient of the log-probs is right"),
         (("logits = float32_product(hidden, weight.T) / temperature\n    logprobs",
           "logits = float32_product(hidden, weight.T)\n    logprobs"), "softmax of logits / temperature"),
     ],
@@ -211,7 +217,8 @@ def test_a_mask_at_the_end_is_too_late():
     late = late.replace("(logratio.expm1() - logratio).sum()", "(logratio.expm1() - logratio)[mask].sum()")
     late = late.replace("(ratio - 1).abs().sum()", "(ratio - 1).abs()[mask].sum()")
     broken, said = broken_rules("surrogate", late)
-    assert len(broken) == 1 and "gradient 0, even if their advantage or old log-prob" in broken[0], said
+    assert len(broken) == 2 and "gradient 0, even if their advantage or old log-prob" in broken[0], said
+    assert broken[1] == exercise_rules.RANDOM
 
 
 def test_what_check_says_of_mistakes_of_other_kinds():
@@ -222,7 +229,7 @@ def test_what_check_says_of_mistakes_of_other_kinds():
         ("whiten", whiten, "x -= 1\n    " + whiten, "x after the call: got"),
         ("whiten", "return centered * torch.rsqrt(variance + 1e-8)", "return centered[mask]", "shape of result: exp"),
         ("gae", "return advantages, advantages + values", "return advantages", "a tuple (advantages, returns)"),
-        ("gae", "return advantages, advantages + values", "print(advantage)", "an error in 11 of 11 rules"),
+        ("gae", "return advantages, advantages + values", "print(advantage)", "an error in 14 of 14 rules"),
         ("gae", "return advantages, advantages + values", "print(advantage)", "NameError: name 'advantage'"),
         ("whiten", mean, "return x.nothing()", "in masked_mean:  return x.nothing()"),
         ("kl", "return torch.expm1(-logratio) + logratio", "pass", "type of result: expected  a tensor"),
@@ -238,10 +245,117 @@ def test_the_check_of_a_bug_sees_it_and_nothing_else(letter):
     bug, said = exercise_bugs.BUGS[letter], []
     sick = exercise.load("exercise.py", exercise.bug_text(letter))
     results = exercise.try_rules(letter, sick, "exercise.py")
-    assert exercise.check_bug(letter, results, said.append) and "still there" in said[-1]
+    assert exercise.explain_bug(letter, results, said.append) and "still there" in said[-1]
     assert bug.fault not in (text := "\n".join(said)) and "exercise_of_the_student" not in text
     assert (": expected " in text and ": got " in text) or letter == "H", text
     bug.check(healthy())
+
+
+@pytest.mark.parametrize("letter", ["A", pytest.param("T", marks=pytest.mark.slow)])
+def test_the_check_of_a_bug_says_nothing_but_a_number(letter):
+    """Whoever has not read the code yet does not learn from it where to look."""
+    sick, said = exercise.load("exercise.py", exercise.bug_text(letter)), []
+    broken = exercise.check_bug(letter, exercise.try_rules(letter, sick, "exercise.py"), said.append)
+    count = 1 + sum(map(len, exercise_rules.RULES.values()))
+    assert broken and said == [f"{count - len(broken)} of {count} rules hold."]
+
+
+def test_the_lines_of_a_bug_are_no_longer_than_others():
+    own = SCRIPT.splitlines()
+    for letter in exercise_bugs.BUGS:
+        assert all(len(line) <= 100 or line in own for line in exercise.bug_text(letter).splitlines()), letter
+
+
+# Corrections that leave something wrong, as changes of the healthy script: {letter: [(old, new, old, new, ...)]}.
+MENDS = {
+    "B": [
+        # before the warm start
+        ("    if not checkpoint_path:\n        warm_start(actor, tokenizer, envs[0], args)\n",
+         "    reference = copy_model(actor, args) if args.kl_coef else None\n"
+         "    if not checkpoint_path:\n        warm_start(actor, tokenizer, envs[0], args)\n",
+         "    reference = copy_model(actor, args) if args.kl_coef else None\n    # FORK: another frozen",
+         "    # FORK: another frozen"),
+        # It follows the actor.
+        ("        relative_update = update_sampler(actor, sampler)\n",
+         "        relative_update = update_sampler(actor, sampler)\n"
+         "        if reference and state.iteration % 2:\n            copy_weights(actor, reference)\n"),
+    ],
+    "I": [
+        ("    copy_weights(actor, sampler)\n    after", "    copy_weights(sampler, actor)\n    after"),
+        ("    copy_weights(actor, sampler)\n    after = some_weights(sampler)\n",
+         "    after = some_weights(sampler)\n    copy_weights(actor, sampler)\n"),
+        # before the rollout, but not before the last evaluation
+        ("    copy_weights(actor, sampler)\n    after", "    after",
+         "        clock = Clock()\n", "        clock = Clock()\n        copy_weights(actor, sampler)\n"),
+    ],
+    "N": [
+        ("        optimizer.step()\n    optimizer.zero", "        optimizer.step()\n        optimizer.zero"),
+        ("    optimizer.zero_grad()\n    return", "    [p.grad.mul_(0) for p in model.parameters()]\n    return"),
+    ],
+    "W": [
+        ("experience.advantages = masked_whiten(advantages, mask)",
+         f"experience.advantages = masked_whiten(advantages, mask){end}")
+        for end in (".roll(-1, 0) * mask", ".flip(0) * mask", ".roll(2, 0) * mask")
+    ],
+    "Y": [
+        ("hash32(hash32(hash32(seed) ^ iteration) ^ sample_ids)", new)
+        for new in ("hash32(seed ^ (iteration + sample_ids))", "hash32(hash32(seed) ^ (iteration + sample_ids))",
+                    "hash32(hash32(seed + iteration) ^ sample_ids)", "hash32(hash32(seed) ^ iteration ^ sample_ids)",
+                    "hash32(hash32(seed) ^ (iteration * 256 + sample_ids))")
+    ],
+    "Z": [
+        ('save_hf_checkpoint(actor, tokenizer, run', 'save_hf_checkpoint(sampler, tokenizer, run'),
+    ],
+}  # fmt: skip
+
+
+# Corrections in another way than the script's.
+OTHER_MENDS = {
+    "B": [("reference = copy_model(actor, args) if", "reference = copy.deepcopy(actor).requires_grad_(False) if")],
+    "I": [("    copy_weights(actor, sampler)\n    after",
+           "    sampler.load_state_dict(actor.state_dict())\n    after")],
+    "N": [("    optimizer.zero_grad()\n    return",
+           "    for p in model.parameters():\n        p.grad = None\n    return")],
+    "W": [("experience.advantages = masked_whiten(advantages, mask)",
+           "experience.advantages = masked_whiten(advantages.roll(1, 0), mask.roll(1, 0)).roll(-1, 0)")],
+    "Y": [("hash32(hash32(hash32(seed) ^ iteration) ^ sample_ids)",
+           "hash32(hash32(hash32(iteration) ^ seed) ^ sample_ids)")],
+}  # fmt: skip
+
+
+def mended(*texts):
+    text = SCRIPT
+    for old, new in zip(texts[::2], texts[1::2]):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return exercise.load("exercise.py", exercise.without_checks(text))
+
+
+@pytest.mark.parametrize("letter", slow_but("WY", MENDS))
+def test_corrections_that_leave_something_wrong_fail(letter):
+    for texts in MENDS[letter]:
+        module = mended(*texts)
+        with pytest.raises((exercise_rules.Broken, module.UserError)):
+            exercise_bugs.BUGS[letter].check(module)
+
+
+@pytest.mark.parametrize("letter", slow_but("WY", OTHER_MENDS))
+def test_corrections_in_another_way_pass(letter):
+    for texts in OTHER_MENDS[letter]:
+        exercise_bugs.BUGS[letter].check(mended(*texts))
+
+
+WRONG_BODIES, RIGHT_BODIES = (exercise_bodies.read_bodies(f"exercise_{kind}.txt") for kind in ("wrong", "right"))
+
+
+@pytest.mark.parametrize("name", slow_but(["schedule", "shift", "value"], exercise.BLANKS))
+def test_wrong_bodies_break_a_rule_and_right_ones_in_unusual_forms_none(name):
+    wrong, right = ([x for x in bodies if x.exercise == name] for bodies in (WRONG_BODIES, RIGHT_BODIES))
+    assert len(wrong) >= 15 and right and len({x.text for x in (*wrong, *right)}) == len(wrong) + len(right)
+    for body in wrong:
+        assert exercise_bodies.broken_rules(healthy(), body), body.words
+    for body in right:
+        assert not exercise_bodies.broken_rules(healthy(), body), body.words
 
 
 def test_a_corrected_file_passes_with_all_other_rules():
@@ -259,7 +373,7 @@ def test_letters_are_in_order_and_name_different_faults():
 def test_a_corrected_file_with_another_mistake_is_told_apart():
     old, new = FAULTS["returns_without_values"][1:]
     module, said = exercise.load("exercise.py", SCRIPT.replace(old, new)), []
-    assert exercise.check_bug("A", exercise.try_rules("A", module, "exercise.py"), said.append)
+    assert exercise.explain_bug("A", exercise.try_rules("A", module, "exercise.py"), said.append)
     assert "something else is wrong now" in said[-1] and "FAILS  A return is the advantage" in "\n".join(said)
 
 
@@ -272,7 +386,7 @@ def test_several_blanks_are_checked_one_by_one():
         begin = solved.index("    # >>> Your part of `rewards`")
         end = solved.index("# <<<", begin)
         solved = solved[:begin] + "\n".join(lines) + "\n    " + solved[end:]
-    for written, expected in (text, "not yet written: rewards: your part of make_experience"), (solved, "All 7 rules"):
+    for written, expected in (text, "not yet written: rewards: your part of make_experience"), (solved, "All 9 rules"):
         said, module = [], exercise.load("exercise.py", written, "rewards")
         exercise.check_blank("rewards", exercise.try_rules("rewards", module, "exercise.py"), said.append)
         assert expected in said[-1], said
@@ -288,13 +402,19 @@ def test_an_error_of_a_dtype_is_not_called_unwritten():
     old = "return centered * torch.rsqrt(variance + 1e-8)"
     for line in "return x / (mask @ mask.T)", "raise NotImplementedError", 'raise NotImplementedError("not for Bool")':
         broken, said = broken_rules("whiten", SCRIPT.replace(old, line))
-        assert len(broken) == 8 and f"in masked_whiten:  {line}" in said and exercise.NOT_YET not in said, said
+        assert len(broken) == 10 and f"in masked_whiten:  {line}" in said and exercise.NOT_YET not in said, said
         assert "NotImplementedError" in said
 
 
 def test_a_recursion_is_shown_in_a_few_lines():
-    broken, said = broken_rules("kl", SCRIPT.replace("logratio = logprobs - ref_logprobs\n    if kind", "return kl_estimate(logprobs, ref_logprobs, kind)\n    if kind"))  # noqa: E501
-    assert len(broken) == 7 and "RecursionError: maximum recursion depth" in said and "more calls" in said
+    broken, said = broken_rules(
+        "kl",
+        SCRIPT.replace(
+            "logratio = logprobs - ref_logprobs\n    if kind",
+            "return kl_estimate(logprobs, ref_logprobs, kind)\n    if kind",
+        ),
+    )
+    assert len(broken) == 9 and "RecursionError: maximum recursion depth" in said and "more calls" in said
     assert len(said.splitlines()) < 60
 
 
@@ -350,6 +470,17 @@ def test_the_commands(tmp_path, tool):
     assert tool("--help")[0] == 0 and tool()[0] == tool("check")[0] == tool("list", "gae")[0] == 2
 
 
+@pytest.mark.slow
+def test_a_teacher_may_ask_which_rule_of_a_bug_fails(tmp_path, tool):
+    tool("bug", "A")
+    code, said = tool("check", "A")
+    assert code == 1 and re.fullmatch(r"\d+ of \d+ rules hold\.\n", said)
+    for words in ("check", "A", "--explain"), ("check", "--explain", "A"):
+        code, said = tool(*words)
+        assert code == 1 and "FAILS  `objective/entropy` is minus the mean log-prob" in said and ": expected" in said
+    assert tool("check", "--explain")[0] == tool("bug", "A", "--explain")[0] == 2
+
+
 def test_check_knows_which_exercise_a_file_is(tmp_path, tool):
     tool("bug", "A")
     code, said = tool("check", "D")
@@ -361,7 +492,7 @@ def test_check_knows_which_exercise_a_file_is(tmp_path, tool):
     assert "not yet written" in tool("check", "gae", "hers.py")[1]
     (tmp_path / "hers.py").write_text(SCRIPT)
     code, said = tool("check", "schedule", "hers.py")
-    assert code == 0 and "All 5 rules" in said
+    assert code == 0 and "All 6 rules" in said
 
 
 def test_show_compares_the_newest_run_with_a_healthy_one(tmp_path, tool):
@@ -405,7 +536,7 @@ def test_a_file_that_does_not_end_or_ends_its_process_is_told_apart(tmp_path, mo
     broken = exercise.check_blank("schedule", exercise.try_in_process("schedule", "mine.py", seconds), said.append)
     assert broken == ["At progress 0 the value is `first`."]
     assert all(part in said[0] for part in parts) and len(said[0].splitlines()) < 6, said
-    assert said[1] == "\n0 of 5 rules hold. 4 were not tried."
+    assert said[1] == "\n0 of 6 rules hold. 5 were not tried."
 
 
 def test_a_file_that_cannot_be_loaded_has_no_rules(tmp_path, monkeypatch):
@@ -443,7 +574,7 @@ def test_a_file_may_have_any_encoding_that_python_runs(tmp_path, tool):
     ]:  # fmt: skip
         file.write_bytes((start + "# caf\u00e9\n" + RIGHT).encode(encoding))
         got, said = tool("check", "schedule")
-        assert got == code and ("exercise.py is no Python program:" if code else "All 5 rules hold") in said, said
+        assert got == code and ("exercise.py is no Python program:" if code else "All 6 rules hold") in said, said
     file.write_bytes(b"\xff")
     assert "now exercise_earlier.py" in tool("blank", "schedule")[1]
     assert (tmp_path / "exercise_earlier.py").read_bytes() == b"\xff"
@@ -496,7 +627,7 @@ def test_show_may_be_cut_by_head(tmp_path):
 @pytest.mark.slow
 def test_a_check_in_a_process_of_its_own(tmp_path):
     """It prints nothing but its rules, and ends with a code."""
-    for text, code, expected in (SCRIPT, 0, "All 11 rules hold"), (exercise.blank_text("gae"), 1, "not yet written"):
+    for text, code, expected in (SCRIPT, 0, "All 14 rules hold"), (exercise.blank_text("gae"), 1, "not yet written"):
         (tmp_path / "mine.py").write_text(text)
         command = [sys.executable, ROOT / "tests" / "exercise.py", "check", "gae", "mine.py"]
         seen = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -515,16 +646,24 @@ def test_the_page_has_every_exercise_and_its_numbers():
     assert parts[1::2] == list(exercise_bugs.BUGS)
     for letter, part in zip(parts[1::2], parts[2::2]):
         assert f"`{exercise_bugs.BUGS[letter].command('exercise.py')}`" in part.replace("\n", " "), letter
-        assert part.count("<details>") == part.count("</details>") == 2
-        hidden = part.index("<details>")
+        assert part.count("<details>\n<summary>Hint</summary>") == part.count("</details>") == 1
         fault = exercise_bugs.BUGS[letter].fault
         assert fault not in part
         new = "".join(FAULTS[fault][2].split())
-        assert new not in "".join(part[:hidden].split())  # the solution is folded
+        assert new not in "".join(part.split())  # The solution is on another page.
+
+
+def test_every_body_has_two_questions_with_answers():
+    for text in PAGE.split("### Rubric")[1], SOLUTIONS.split("## Two questions")[1].split("## The bugs")[0]:
+        found = re.findall(r"(?m)^- `(\w+)`: \(1\) .*(?:\n  .*)*", text)
+        assert found == [*exercise.BLANKS] and text.count("(2)") == len(found)
 
 
 def test_the_solutions_of_the_page_are_the_bugs():
-    parts = re.split(r"(?m)^### ([A-Z])\.", PAGE)
+    parts = re.split(r"(?m)^### ([A-Z])\.", SOLUTIONS)
+    assert parts[1::2] == list(exercise_bugs.BUGS)
+    titles = [re.findall(r"(?m)^### .*", page) for page in (PAGE.split("## A class")[0], SOLUTIONS)]
+    assert titles[0] == titles[1]
     lines_of = lambda text: [" ".join(line.split()) for line in text.splitlines()]
     has = lambda lines, text: any(line.startswith(" ".join(text.split())) for line in lines)  # or with a comment
     for letter, part in zip(parts[1::2], parts[2::2]):
@@ -552,8 +691,9 @@ def test_the_tables_of_the_page_are_those_of_the_runs():
 def test_the_commands_of_the_page_are_valid(ppo):
     commands = re.findall(r"python tests/exercise\.py ([a-z]+)(?: ([\w-]+))?", PAGE)
     for verb, name in commands:
-        assert verb in ("list", "blank", "bug", "check", "solution", "show")
-        assert verb == "show" or not name or name in ("all", *exercise.BLANKS, *exercise_bugs.BUGS)
+        takes_no_name = "list", "show", "handout", "grade", "race"
+        assert verb in (*takes_no_name, "blank", "bug", "check", "solution")
+        assert verb in takes_no_name or not name or name in ("all", *exercise.BLANKS, *exercise_bugs.BUGS)
     for flags in re.findall(r"\bexercise\.py (--[^`|\n]*)", PAGE):
         tyro.cli(ppo.Args, args=shlex.split(flags))
     for bug in exercise_bugs.BUGS.values():

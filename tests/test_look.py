@@ -7,6 +7,7 @@ import html.parser
 import importlib.util
 import io
 import json
+import math
 import random
 import re
 import shutil
@@ -377,7 +378,7 @@ def rewritten(folder, target, **changes):
 
 def hostile_run(folder, target):
     """A copy with a hostile text in everything that comes from a model, an environment, a command or a fork."""
-    texts = dict.fromkeys(("prompt", "response", "stop", "chosen"), HOSTILE)
+    texts = dict.fromkeys(("prompt", "response", "stop", "chosen"), HOSTILE) | dict(reward=math.nan)  # not JSON
     tensors = lambda row: {HOSTILE: row["tensors"]["rewards"], **row["tensors"]}
     run = rewritten(
         folder, target,
@@ -563,9 +564,11 @@ class Page:
         return self.driver.get_log("browser")
 
     def requests(self):
+        """The addresses that the page has asked for. The first tab of a browser asks for others."""
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        sent = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-        return {url.partition("#")[0] for url in sent}
+        sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+        ours = [x["request"]["url"] for x in sent if x["documentURL"].startswith(self.path.as_uri())]
+        return {url.partition("#")[0] for url in ours}
 
 
 LEFT, RIGHT, DOWN = "\ue012", "\ue014", "\ue015"  # the arrow keys of WebDriver
@@ -761,6 +764,7 @@ def test_old_runs_and_samples_with_a_gap_and_forks_have_a_page(browser, folder, 
     assert page.text("article .gap").strip("\u2026 ") == "2 tokens are left out"
     badges = [x.get_attribute("textContent") for x in page.all("article .badge")]
     assert badges.count("not trained on") == len(page.all("article")) - 1
+    assert not page.all("article[data-k='0'] .unused") and page.all("article[data-k='1'] .unused")
     sample = next(row for row in lines(gaps, "tokens") if row["iteration"] == 2)
     first = sample["left_out"][0]
     assert page.row("td_errors")[first - 1] == "\u00b7" != page.row("td_errors")[first]  # Its next value is unknown.

@@ -314,6 +314,17 @@ def test_ranks_that_see_other_folders_resume_the_checkpoint_of_rank_0(ppo, tmp_p
     assert chosen == 2 * [tmp_path / "run" / "checkpoints" / "iter_000002"]
 
 
+def test_no_rank_writes_a_checkpoint_before_what_was_left_of_another_is_removed(ppo, tmp_path):
+    """A rank that is ahead of rank 0 would lose its file, and the list of files would not have it either."""
+    order, note = [], lambda name: lambda *_, **__: order.append(name)
+    removed = mock.patch.object(ppo.shutil, "rmtree", note("removed"))
+    met = mock.patch.object(ppo.dist, "barrier", note("met"))
+    with removed, met, mock.patch.object(ppo.dcp, "save", raises(KeyError("now"))):
+        with pytest.raises(ppo.UserError, match=r"cannot write \S*iter_000000; earlier ones are intact: KeyError"):
+            ppo.save_checkpoint(tmp_path, {}, ppo.TrainState(), ppo.Args())
+    assert order == ["removed", "met"]
+
+
 BROKEN_DISKS = {  # what fails, and how
     "folder": ("os", "listdir", PermissionError(errno.EACCES, "Permission denied")),
     "state.json": (None, "read_json", OSError(errno.EIO, "Input/output error")),
@@ -610,6 +621,8 @@ def test_every_pass_over_the_prompts_has_all_of_them_in_an_order_of_its_own(ppo,
     env, begin = ppo.Prompts(path), -(-first // n) * n
     evaluated = order(range(n), env)
     assert order(range(n, 3 * n), env) == 2 * evaluated and len(set(evaluated)) == n
+    in_file = [json.loads(line)["prompt"] for line in Path(path).read_text().splitlines()]
+    assert sorted(evaluated) == sorted(in_file) and evaluated != in_file  # which may be sorted, as by difficulty
     passes = [order(range(begin + i * n, begin + (i + 1) * n), env) for i in range(9)]
     assert all(sorted(rows) == sorted(evaluated) for rows in passes) and len(set(map(tuple, passes))) == 9
     ppo.shuffled_indices.cache_clear()
@@ -767,7 +780,7 @@ def test_ranks_that_do_not_compute_alike_are_an_error_that_names_what(ppo):
         ("state", "TrainState", ppo.TrainState(3, 1, eval_before={"reward": math.nan})),
     ]:  # fmt: skip
         for ranks in (same, same | {part: other}), (same | {part: other}, same):
-            with pytest.raises(ppo.UserError, match=f"the ranks differ in {name}: compute it alike on all of them"):
+            with pytest.raises(ppo.UserError, match=f"the ranks differ in {name}: compute it identically"):
                 ranks_agree(ppo, *ranks)
 
 
@@ -785,7 +798,7 @@ gym.register("Disagrees-v0", entry_point=Disagrees)
 @pytest.mark.slow
 def test_two_ranks_that_choose_other_prompts_end_with_an_error(ppo, tmp_path):
     flags = SMALL | dict(env_id="test_rules:Disagrees-v0")
-    error = "UserError: the ranks differ in the seeds of the prompts: compute it alike on all of them"
+    error = "UserError: the ranks differ in the seeds of the prompts: compute it identically on every rank"
     with pytest.raises(ProcessRaisedException, match=error):
         run_on_ranks(ppo, tmp_path, 2, ("run", flags, None))
     assert lines(tmp_path / "run") == []

@@ -243,12 +243,12 @@ def test_the_numbers_of_the_table_are_those_of_the_lines():
     cells = {name: rest for name, *rest in rows}
     assert cells[""] == ["critic, 3 of 5 seeds", "constant, 2 of 5 seeds"]
     # 93 %, deviations -3, 2 and 1, variance 14 / 2, standard error sqrt(7 / 3) = 1.53
-    assert cells["right after training, sampled, %"] == ["93.0 +- 1.5 (90.0 to 95.0)", "50.0"]
+    assert cells["right after training, sampled, %"] == ["93.0 ± 1.5 (90.0 to 95.0)", "50.0"]
     # 25,000, deviations of 5,000, variance 2 * 5,000 ** 2, standard error 5,000
-    assert cells["samples to the level"] == ["25,000 +- 5,000 (20,000 to 30,000) (not reached: 1)", "40,000"]
+    assert cells["samples to the level"] == ["25,000 ± 5,000 (20,000 to 30,000) (not reached: 1)", "40,000"]
     # 0.5 and 0.75: deviations of 0.125, standard error 0.125
-    compared = next(rest for name, rest in cells.items() if "divided by that of constant" in name)
-    assert compared == ["0.62 +- 0.12 (0.50 to 0.75)", ""]
+    compared = next(rest for name, rest in cells.items() if "divided by constant" in name)
+    assert compared == ["0.62 ± 0.12 (0.50 to 0.75)", ""]
     commands = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     constant = "python ppo_llm.py --eval-every 20 --critic-epochs 0 --seed 1  # constant"
     assert commands == ["python ppo_llm.py --eval-every 20 --seed 1  # critic", constant]

@@ -6,6 +6,7 @@ The tests of the real one are slow, and need VLLM_PYTHON: the interpreter of an 
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import re
 import shlex
@@ -33,11 +34,15 @@ STOPS = "fghijk"
 
 
 def random_llama(folder, tied):
-    """A checkpoint whose heads are large enough for vLLM on a CPU."""
+    """A checkpoint whose heads are large enough for vLLM on a CPU.
+
+    It has seven ids that the tokenizer does not have, as padded vocabularies do, and defaults of sampling, which must
+    not be used.
+    """
     torch.manual_seed(0)
     tokenizer = ppo_llm.HFTokenizer.from_texts([TEXT])
     sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-                 num_key_value_heads=1, vocab_size=tokenizer.vocab_size, max_position_embeddings=512)  # fmt: skip
+                 num_key_value_heads=1, vocab_size=tokenizer.vocab_size + 7, max_position_embeddings=512)  # fmt: skip
     special = dict(bos_token_id=None, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
     config = ppo_llm.LlamaConfig(**sizes, **special, tie_word_embeddings=tied)
     model = ppo_llm.Transformer(ppo_llm.check_config(config))
@@ -45,6 +50,8 @@ def random_llama(folder, tied):
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.2)
     ppo_llm.save_hf_checkpoint(model, tokenizer, folder)
+    defaults = dict(repetition_penalty=1.5, top_k=3, top_p=0.5, temperature=0.1, max_new_tokens=2)
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
     return str(folder)
 
 

@@ -11,6 +11,7 @@ $OUT/metrics.jsonl; the end of stdout is a summary. No part begins after --budge
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -35,9 +36,10 @@ PARTS = {
 LIMIT = 150
 ITERATIONS = [f"iteration:rows={rows}{twin}" for rows in (256, 512) for twin in ("", f":{TWIN}")]
 PARTS |= {name: ([name], 240) for name in ITERATIONS}  # the first compiles for two minutes or more
+VLLM = ["vllm"] if importlib.util.find_spec("vllm") else []  # only where it is installed
 CALLS = {
     "1": ["env", "levers", "warm+write+fp32+fp32-cb+graphs+graphs-cb+two_ranks+attention", "speed"],
-    "2": ["env", *ITERATIONS],
+    "2": ["env", *VLLM, *ITERATIONS],
 }
 
 

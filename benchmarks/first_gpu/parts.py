@@ -628,6 +628,21 @@ def iteration():
            process_s=round(time.perf_counter() - start, 1))  # fmt: skip
 
 
+def vllm():
+    """A real engine by forks/vllm.patch: log-probs, noise, ends, turns, weights, prefix cache (tests/check_vllm.py)."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import check_vllm
+
+    shape = SHAPE | dict(num_attention_heads=2, num_key_value_heads=1) if TINY else SHAPE  # large heads
+    folder = WORK / "vllm_model"
+    common.write_checkpoint(str(folder), common.character_tokenizer(shape["vocab_size"]), 4096, shape)
+    flags = dict(device=DEVICE, dtype=OPTIONS.get("dtype", "bfloat16"), compile=COMPILED, vllm_cache_gb=1.0)
+    (WORK / "vllm_patched").mkdir(exist_ok=True)
+    for what, found, least, most in check_vllm.check(folder, WORK / "vllm_patched", **flags):
+        check(what, least <= found <= most, found=short(found))
+    report(**memory())
+
+
 def main():
     global NAME, OPTIONS
     warnings.simplefilter("ignore")
