@@ -19,7 +19,7 @@ from test_any_model import (
     tokenizer_folder,
 )
 from test_forks import run
-from test_vllm import flags_of
+from test_vllm import flags_of, start_engine
 from test_vllm import patched as patched_with_a_mistake
 
 import ppo_llm
@@ -132,6 +132,20 @@ def test_training_with_a_stand_in_for_vllm(tmp_path, kind):
     _, whole, _ = run("any_model,vllm", tmp_path, **flags)  # in one microbatch
     for name in ("actor/grad_norm", "critic/grad_norm", "objective/reward"):
         assert whole[0][name] == pytest.approx(rows[0][name], rel=1e-4), name
+
+
+def test_buffers_are_handed_over(tmp_path):
+    """Of the router of GLM-4.5, whose weights fit the cache. The stand-in, as vLLM, has no weights of its own."""
+    folder = checkpoint_of(config_of("glm4_moe", **SIZES), tokenizer_folder(ppo_llm, tmp_path / "in"))
+    flags = flags_of(str(folder), dtype="float32", compile="off")
+    with patched_with_a_mistake(tmp_path, "any_model,vllm") as ppo:
+        _, engine, _, actor = start_engine(ppo, **flags)
+        name = "model.layers.1.mlp.gate.e_score_correction_bias"
+        assert torch.equal(engine.llm.model.transformer.get_buffer(name), actor.get_buffer(name))
+    mistake = "(*actor.named_parameters(), *buffers)", "actor.named_parameters()"
+    with patched_with_a_mistake(tmp_path, "any_model,vllm", *mistake) as ppo:
+        with pytest.raises(AssertionError, match=f"not loaded: .*{name}"):
+            start_engine(ppo, **flags)
 
 
 def test_the_page_lists_the_families_that_are_tested():
