@@ -332,7 +332,7 @@ def test_auto_does_not_go_back_behind_what_is_saved_while_models_are_loaded(
 
     def save(*_):
         shutil.copytree(whole / meanwhile, run / meanwhile)
-        for name in "metrics", "completions":
+        for name in "metrics", "completions", "tokens":
             shutil.copy(whole / f"{name}.jsonl", run)
         seen.append(content())
 
