@@ -100,7 +100,7 @@ def test_fault_in_the_loop_is_named_once(ppo, tmp_path, name):
     flags, cause, *fault = FAULTS[name]
     with mock.patch.object(ppo, "logprobs_of_all", wraps=ppo.logprobs_of_all) as scored:
         run = broken(ppo, tmp_path, flags, *fault)
-    assert scored.call_count == 2 * len(run.rows)  # old log-probs, and the new ones of the samples that are logged
+    assert scored.call_count == 2 * len(run.rows)  # the second: new log-probs of the logged samples
     assert all(math.isfinite(row["ratio/relative_update"]) for row in run.rows)
     assert run.rows[1].get("ratio/diagnosis") == cause
     printed = [text for text in run.printed if text.startswith("  ratio: ")]
