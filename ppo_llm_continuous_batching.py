@@ -2587,7 +2587,7 @@ def logged_tokens(episodes, experience, trained, actor, tokenizer, args) -> list
     mask, rewards = experience.mask, experience.rewards.sum(1)
     lowest = torch.where(mask.any(1), rewards, math.inf).argmin()
     # Rank 0 chooses for all. If rounding made the ranks choose differently, they would hang below.
-    lowest = int(all_reduce(lowest * (RANK == 0)))
+    lowest = int(all_reduce((lowest * (RANK == 0)).to(args.device)))
     rows = list(range(min(LOGGED_SAMPLES, len(episodes))))
     rows += [lowest] if lowest not in rows else []
     new_logprobs = logprobs_of_all(actor, experience, [torch.tensor(rows)], args)
