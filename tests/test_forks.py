@@ -602,5 +602,6 @@ def test_prompts_that_differ_on_two_ranks_are_named(tmp_path):
     prompts = "range(first, first + args.rollout_batch_size)"
     script = changed_script(tmp_path, [(prompts, f"random.choices({prompts}, k=args.rollout_batch_size)")])
     flags = FLAGS | dict(eval_episodes=0, save_every=0)
-    with pytest.raises(Exception, match="UserError: the ranks differ in the seeds of the prompts: compute it"):
+    error = "UserError: the ranks differ in the seeds of the prompts: compute it identically on every rank"
+    with pytest.raises(Exception, match=error):
         run_on_ranks(types.SimpleNamespace(__file__=script), tmp_path, 2, ("run", flags, None))

@@ -780,7 +780,8 @@ def test_ranks_that_do_not_compute_alike_are_an_error_that_names_what(ppo):
         ("state", "TrainState", ppo.TrainState(3, 1, eval_before={"reward": math.nan})),
     ]:  # fmt: skip
         for ranks in (same, same | {part: other}), (same | {part: other}, same):
-            with pytest.raises(ppo.UserError, match=f"the ranks differ in {name}: compute it identically"):
+            error = f"the ranks differ in {name}: compute it identically on every rank"
+            with pytest.raises(ppo.UserError, match=error):
                 ranks_agree(ppo, *ranks)
 
 
