@@ -37,6 +37,7 @@ def test_the_calls_name_parts_that_are_tried():
     sys.path.insert(0, str(KIT))
     first_gpu = importlib.import_module("first_gpu")
     names = {name for call in first_gpu.CALLS.values() for stage in call for name in stage.split("+")}
+    names -= {"vllm"}  # There where vLLM can be imported, which the stand-in of tests/test_vllm.py can be, too.
     parts = [part for name in names for part in first_gpu.PARTS.get(name, ([name], 0))[0]]
     assert {part.split(":")[0] for part in parts} == {*PARTS, "two_ranks"}
 

@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 from unittest import mock
@@ -778,6 +777,19 @@ def test_old_runs_and_samples_with_a_gap_and_forks_have_a_page(browser, folder, 
     assert not page.errors()
 
 
+def assert_shown(browser, where, state):
+    """Wait for what a page that loads itself anew has to show; between two loads its elements are missing, or stale."""
+    from selenium.common.exceptions import StaleElementReferenceException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def shown(browser):
+        texts = [browser.find_element("id", name).text for name in ("where", "head")]
+        return texts[0] == where and state in texts[1]
+
+    wait = WebDriverWait(browser, 30, ignored_exceptions=[StaleElementReferenceException])
+    wait.until(shown, f"the page does not show {where}, {state}")
+
+
 @pytest.mark.slow
 def test_a_page_that_is_watched_follows_the_run(browser, folder, tmp_path):
     run = rewritten(folder, tmp_path / "run")
@@ -791,15 +803,11 @@ def test_a_page_that_is_watched_follows_the_run(browser, folder, tmp_path):
         try:
             assert "page.html" in watching.stdout.readline()
             browser.get((run / "page.html").as_uri())
-            where = lambda: browser.find_element("id", "where").text
-            assert where() == "iteration 2" and "running" in browser.find_element("id", "head").text
+            assert_shown(browser, "iteration 2", "running")
             for name in "metrics", "completions", "tokens":
                 shutil.copy(folder / f"{name}.jsonl", run)
             lock.close()  # The run ends, so the page is written for the last time.
             assert watching.wait(30) == 0
-            end = time.monotonic() + 30
-            while where() != "iteration 3" and time.monotonic() < end:
-                time.sleep(0.5)
-            assert where() == "iteration 3" and "completed" in browser.find_element("id", "head").text
+            assert_shown(browser, "iteration 3", "completed")
         finally:
             watching.kill()
