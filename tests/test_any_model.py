@@ -476,11 +476,7 @@ def test_a_resumed_run_is_bit_identical(tmp_path, flags, name):
     exported = (folder / "model" / "model.safetensors").read_bytes()
     shutil.rmtree(folder / "checkpoints" / "iter_000002")
     _, resumed, _ = run("any_model", tmp_path, resume="auto", **settings)
-    rows, resumed = without_clock(rows), without_clock(resumed)
-    # A process that begins anew may round otherwise in the decoding of experts, on some processors.
-    gaps = [[row.pop("debug/sampler_trainer_logprob_diff") for row in each] for each in (rows, resumed)]
-    assert gaps[0] == (pytest.approx(gaps[1], abs=1e-7) if name == "qwen3 mixture" else gaps[1])
-    assert resumed == rows
+    assert without_clock(resumed) == without_clock(rows)
     assert (folder / "model" / "model.safetensors").read_bytes() == exported
 
 
