@@ -390,12 +390,8 @@ class Job:
 def train(job: Job, flags: str, name: str = "run", script: str = SCRIPTS[0]) -> Path:
     """Run the script, patched if the run says so. Returns the folder of its run, without weights."""
     script = common.patched_script(job.run.patch) if job.run.patch else ROOT / script
-    flags = ["--save-every", "0", *shlex.split(flags), "--seed", str(job.seed)]
-    flags = [job.model_dir if flag == "smollm2" else flag for flag in flags]
-    flags += ["--device", "cpu", "--log-dir", str(job.folder), "--run-name", name]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}  # benchmarks.tasks, also for a patched copy
-    subprocess.run([sys.executable, str(script), *flags], check=True, stdout=sys.stderr, env=env)
-    return job.folder / name
+    flags = [job.model_dir if flag == "smollm2" else flag for flag in shlex.split(flags)]
+    return common.run_script(script, [*flags, "--seed", str(job.seed), "--device", "cpu"], job.folder, name)
 
 
 def script_numbers(job: Job) -> dict:
@@ -798,7 +794,7 @@ def make_line(job: Job) -> dict:
         raise RuntimeError("the code changed while this run was made, so it does not count")
     line = {
         "row": job.row, "variant": job.variant, "seed": job.seed, "numbers": json.loads(run.stdout.splitlines()[-1]),
-        "command": job.command, "code": code, "commit": commit(), "versions": versions(),
+        "command": job.command, "code": code, "commit": common.commit(), "versions": versions(),
         "processor": common.hardware().split("; ")[0], "seconds": round(time.perf_counter() - start),
     }  # fmt: skip
     line |= {} if busy is None else {"busy_cores": busy}
@@ -807,14 +803,6 @@ def make_line(job: Job) -> dict:
     if not job.smoke:
         (job.folder / "line.json").write_text(json.dumps(line))
     return line
-
-
-def commit() -> str:
-    """The commit, with a plus if a file of the project differs from it."""
-    git = lambda *arguments: subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/data",
-                  ":!benchmarks/table.md").strip()  # fmt: skip
-    return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(changed)
 
 
 def versions() -> str:
@@ -1022,8 +1010,8 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
             of_seeds = [dataclasses.replace(job, seed=seed + 1) for seed in range(most)]
             for line in filter(None, (last_line(each, lines) for each in of_seeds)):
                 if line["code"] == old["code"]:
-                    more = {"fingerprints": now} if line["seed"] == 1 else {}
-                    add_line(line | more | {"code": job.code, "carried_from": old["code"], "carried_to": commit()})
+                    more = {"code": job.code, "carried_from": old["code"], "carried_to": common.commit()}
+                    add_line(line | more | ({"fingerprints": now} if line["seed"] == 1 else {}))
                 else:
                     print(f"{job.row}, {job.variant}, {line['seed']}: its line is of other code than seed 1")
                     complete = False
