@@ -106,7 +106,7 @@ class Row:
     texts: dict[str, str] = dataclasses.field(default_factory=dict)  # {number: what it is called, unless as in NUMBERS}
 
 
-METRICS = "metrics.jsonl"
+METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 DEFAULT = Run(learning_curve.TASKS["default"]["default"])  # its evaluations do not change the training
 SUMS = ("--model smollm2 --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{\"split\": \"test\"}' "
         "--num-iterations 10 --actor-lr 2e-5 --train-batch-size 16 --max-prompt-tokens 64 --max-new-tokens 12 "
@@ -882,7 +882,7 @@ def fingerprints(folder: Path) -> list[str]:
     the last bit. A metric that a later version adds does not change it.
     """
     responses = {}
-    for sample in common.read_lines(folder / "completions.jsonl"):
+    for sample in common.read_lines(folder / COMPLETIONS):
         responses.setdefault(sample["iteration"], []).append([sample["prompt"], sample["response"]])
     return [
         hashlib.sha256(json.dumps([
@@ -934,20 +934,23 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
         for iterations, number in stops:
             with log.open("a") as file:
                 child = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
-            while child.poll() is None and written_lines(folder / METRICS) < iterations:
+            while child.poll() is None and written_iterations(folder) < iterations:
                 time.sleep(0.05)
             if child.poll() is None:
                 send = os.killpg if number == signal.SIGKILL else os.kill
                 send(child.pid, number)
             child.wait()
-            if written_lines(folder / METRICS) < min(iterations, 2):
+            if written_iterations(folder) < min(iterations, 2):
                 tail = "\n".join(log.read_text().splitlines()[-15:])
                 raise RuntimeError(f"{job.row}, {job.variant}: the run ended with code {child.returncode}\n{tail}")
         return fingerprints(folder)[:count]
 
 
-def written_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+def written_iterations(folder: Path) -> int:
+    """The number of iterations that are whole in both files. Four completions are logged of each."""
+    lines = [path.read_bytes().count(b"\n") if (path := folder / name).exists() else 0
+             for name in (METRICS, COMPLETIONS)]  # fmt: skip
+    return min(lines[0], lines[1] // 4)
 
 
 @contextlib.contextmanager
