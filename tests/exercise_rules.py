@@ -652,7 +652,7 @@ def _(ppo):
     same(given, 2.0, loss, "loss")
 
 
-@rule("value", "With a clip, a value further than `clip` from the old one is cut there in the loss, not in value_dev.")
+@rule("value", "With a clip, a value that moved further than `clip`, up or down, is cut there, but not in value_dev.")
 def _(ppo):
     for value in 1.0, -1.0:  # it has reached its target, and is pulled no further
         given, loss = value_case(ppo, [value], [0.0], [value], clip=0.5)
