@@ -1096,14 +1096,14 @@ def _(ppo):
 
 @rule("sampling", "Tokens come as often as softmax(logits / temperature) says, and none are filtered out.")
 def _(ppo):
-    row, B = tensor([0.0, 1.0, 2.0, -1.0]), 40_000
+    row, B = tensor([0.0, 1.0, 2.0, -1.0]), 10_000
     for temperature in 1.0, 0.5:
         d = decoder(ppo, row.expand(B, 4).clone(), temperature)
         ppo.sample_token(d, 16)
         shares = torch.bincount(d.tokens[:, 2], minlength=4) / B
         expected = (row / temperature).softmax(0)
         given = {"logits": row, "temperature": temperature, "rows": B}
-        holds((shares - expected).abs().max() < 0.012, given, expected, shares, "shares of the tokens")
+        holds((shares - expected).abs().max() < 0.02, given, expected, shares, "shares of the tokens")
     row, B = torch.linspace(0.0, 1.0, 60), 10_000
     d = decoder(ppo, row.expand(B, 60).clone())
     ppo.sample_token(d, 16)
