@@ -133,10 +133,13 @@ def _(ppo):
     same(given, 0.0, float(got.sum() / 3), "mean of the result")
 
 
-@rule("whiten", "Their variance is 1, if the sum of squares is divided by the number of tokens minus 1.")
+@rule("whiten", "Their variance is 1: the sum of squares, outliers included, over the number of tokens minus 1.")
 def _(ppo):
     given, got = whitened(ppo, [[2.0, 4.0, 9.0]], [[T, T, T]])
     same(given, 1.0, float((got - got.mean()).square().sum() / 2), "sum of squares / 2")
+    given, got = whitened(ppo, [[36.0] + 35 * [0.0]], [36 * [T]])  # mean 1, standard deviation 6
+    same(given, 35 / 6, got.max(), "largest number of the result")
+    same(given, 1.0, float((got - got.mean()).square().sum() / 35), "sum of squares / 35")
 
 
 @rule("whiten", "Entries outside the mask do not count, even if they are NaN.")
@@ -164,10 +167,12 @@ def _(ppo):
         same(given, torch.zeros(1, 3), got)
 
 
-@rule("whiten", "Small numbers are whitened like large ones: the constant under the root is no larger than 1e-8.")
+@rule("whiten", "Small numbers are whitened like large ones, but for the 1e-8 that is added to the variance.")
 def _(ppo):
     given, got = whitened(ppo, [[0.002, 0.004, 0.009]], [[T, T, T]])
     same(given, tensor([[-0.8321, -0.2774, 1.1094]]), got, tolerance=5e-3)
+    given, got = whitened(ppo, [[0.0, 1e-4, 2e-4]], [[T, T, T]])  # The variance is 1e-8 itself.
+    same(given, tensor([[-0.7071, 0.0, 0.7071]]), got, tolerance=5e-3)
 
 
 @rule("whiten", "Large numbers that are near one another keep their digits: subtract the mean before you square.")
@@ -253,8 +258,9 @@ def _(ppo):
 
 @rule("kl", "Large log-ratios count in full.")
 def _(ppo):
-    for kind, expected in ("k1", [[15.0, -6.0]]), ("k2", [[112.5, 18.0]]), ("k3", [[14.0, 396.4288]]):
-        given, got = kl_case(ppo, kind, (-1.0, -16.0), (-16.0, -10.0))
+    k3 = [[39.0, math.exp(30) - 31]]
+    for kind, expected in ("k1", [[40.0, -30.0]]), ("k2", [[800.0, 450.0]]), ("k3", k3):
+        given, got = kl_case(ppo, kind, (-1.0, -31.0), (-41.0, -1.0))
         same(given, tensor(expected), got)
 
 
@@ -303,6 +309,13 @@ def _(ppo):
 def _(ppo):
     given, advantages, _ = gae(ppo, [[0.0, 0.0, 1.0]], [[0.0, 0.0, 0.0]], [[T, T, T]], gamma=0.5, gae_lambda=0.4)
     same(given, tensor([[0.04, 0.2, 1.0]]), advantages, "advantages")
+    given = {"rewards": torch.ones(1, 300), "values": torch.zeros(1, 300), "mask": torch.ones(1, 300) > 0, "gamma": 0.5,
+             "gae_lambda": 0.4}  # fmt: skip
+    advantages, _ = outputs(call(ppo.compute_gae, given), 2, given, "advantages, returns")
+    # The geometric series 1 + 0.2 + 0.04 + ... has the sum 1.25.
+    given |= {"rewards": "300 times 1", "values": "300 times 0", "mask": "all 300 tokens"}
+    same(given, tensor([1.25, 1.25, 1.25, 1.24, 1.2, 1.0]), advantages[0, [0, 1, 150, 297, 298, 299]],
+         "advantages at 0, 1, 150, 297, 298, 299")  # fmt: skip
 
 
 @rule("gae", "With gamma and lambda 1 an advantage is the sum of the rewards from there on, minus the value.")
@@ -492,9 +505,11 @@ def _(ppo):
     same(given, -1.3 - 0.01, float(loss), "loss")
 
 
-@rule("surrogate", "clipfrac counts the ratios beyond either bound, whatever the advantage, divided by denom.")
+@rule("surrogate", "clipfrac counts the ratios beyond either bound, whatever A and dual_clip are, divided by denom.")
 def _(ppo):
     given, _, stats = surrogate(ppo, [1.0, 1.5, 0.5, 1.25], [1.0, -1.0, 1.0, 1.0], denom=8)
+    same(given, 0.25, statistic(given, stats, "clipfrac"), "clipfrac")
+    given, _, stats = surrogate(ppo, [1.25, 1.5, 5.0], [-1.0, -1.0, -1.0], dual=1.1, denom=8)  # 1.25 is within
     same(given, 0.25, statistic(given, stats, "clipfrac"), "clipfrac")
 
 
@@ -572,7 +587,7 @@ def _(ppo):
     for generator, mask in random_masks():
         given = {name: random_numbers(generator, mask) for name in ("logprobs", "old_logprobs", "advantages")}
         given |= {"mask": mask, "clip_low": choice(generator, 0.1, 0.3), "clip_high": choice(generator, 0.25, 0.6),
-                  "dual_clip": choice(generator, None, 2.5), "denom": choice(generator, 5, 30)}  # fmt: skip
+                  "dual_clip": choice(generator, None, 1.2, 2.5), "denom": choice(generator, 5, 30)}  # fmt: skip
         loss, gradient, statistics = surrogate_by_hand(**given)
         logprobs = given["logprobs"].clone().requires_grad_()
         got, stats = outputs(call(ppo.policy_loss, given | {"logprobs": logprobs}), 2, given, "loss, statistics")
@@ -637,11 +652,13 @@ def _(ppo):
     same(given, 2.0, loss, "loss")
 
 
-@rule("value", "With a clip, a value that moved further than `clip` from the old one, up or down, is cut there.")
+@rule("value", "With a clip, a value that moved further than `clip`, up or down, is cut there, but not in value_dev.")
 def _(ppo):
     for value in 1.0, -1.0:  # it has reached its target, and is pulled no further
         given, loss = value_case(ppo, [value], [0.0], [value], clip=0.5)
         same(given, 0.125, loss, "loss")
+        _, stats = call(ppo.value_loss, given)
+        same(given, 1.0, statistic(given, stats, "value_dev"), "value_dev, which the line after your part computes")
 
 
 @rule("value", "The clip is around the old value, wherever that is.")
@@ -722,9 +739,11 @@ def _(ppo):
     schedule(ppo, 0.5, 0.1, 1.0, 0.05)
 
 
-@rule("schedule", "Half way the value is the mean of both ends.")
+@rule("schedule", "Half way the value is the mean of both ends, however small they are.")
 def _(ppo):
     schedule(ppo, 0.5, 0.1, 0.5, 0.275)
+    given = {"first": 1e-6, "end_fraction": 0.1, "progress": 0.5}
+    same(given, 550.0, 1e9 * ppo.linear_schedule(**given), "result, in units of 1e-9")
 
 
 @rule("schedule", "The way down is a straight line: after a quarter of the way, a quarter of the fall is done.")
@@ -734,9 +753,10 @@ def _(ppo):
     schedule(ppo, 2.0, 0.5, 0.9, 1.1)
 
 
-@rule("schedule", "Beyond progress 1 the value stays at its end.")
+@rule("schedule", "Beyond progress 1 the value stays at its end, even if that is 0.")
 def _(ppo):
     schedule(ppo, 0.5, 0.1, 1.5, 0.05)
+    schedule(ppo, 0.5, 0.0, 1.5, 0.0)
 
 
 @rule("schedule", "An end_fraction of 1 is a constant, and one of 0 ends at 0.")
@@ -1074,19 +1094,25 @@ def _(ppo):
         same(given, tensor([1, 0]), d.tokens[:, 2], "tokens")
 
 
-@rule("sampling", "Tokens come as often as softmax(logits / temperature) says.")
+@rule("sampling", "Tokens come as often as softmax(logits / temperature) says, and none are filtered out.")
 def _(ppo):
-    row, B = tensor([0.0, 1.0, 2.0, -1.0]), 40_000
+    row, B = tensor([0.0, 1.0, 2.0, -1.0]), 10_000
     for temperature in 1.0, 0.5:
         d = decoder(ppo, row.expand(B, 4).clone(), temperature)
         ppo.sample_token(d, 16)
         shares = torch.bincount(d.tokens[:, 2], minlength=4) / B
         expected = (row / temperature).softmax(0)
         given = {"logits": row, "temperature": temperature, "rows": B}
-        holds((shares - expected).abs().max() < 0.012, given, expected, shares, "shares of the tokens")
+        holds((shares - expected).abs().max() < 0.02, given, expected, shares, "shares of the tokens")
+    row, B = torch.linspace(0.0, 1.0, 60), 10_000
+    d = decoder(ppo, row.expand(B, 60).clone())
+    ppo.sample_token(d, 16)
+    share, expected = float((d.tokens[:, 2] < 30).float().mean()), float(row.softmax(0)[:30].sum())
+    given = {"logits": "60 numbers, at equal distances from 0 to 1", "rows": B}
+    holds(abs(share - expected) < 0.02, given, expected, share, "share of the 30 least likely tokens")
 
 
-@rule("sampling", "The log-prob is that of the token under softmax(logits / temperature), without the noise.")
+@rule("sampling", "The log-prob is that of softmax(logits / temperature), without the noise, even for large logits.")
 def _(ppo):
     row = tensor([0.0, 0.3, 0.1])
     for temperature in 0.5, 2.0:
@@ -1101,6 +1127,11 @@ def _(ppo):
     d = decoder(ppo, logits, noise_scale=0.0)
     ppo.sample_token(d, 16)
     same({"logits": logits, "noise_scale": 0}, tensor([-0.1698, -0.2395]), d.logprobs[:, 2], "log-probs", 1e-3)
+    for logits, words in (tensor([[200.0, 200.0]]), "200, 200"), (torch.zeros(1, 1000), "1000 zeros"):
+        d = decoder(ppo, logits, noise_scale=0.0)
+        ppo.sample_token(d, 16)
+        given = {"logits": words, "noise_scale": 0}
+        same(given, tensor([-math.log(logits.shape[1])]), d.logprobs[:, 2], "log-prob")
 
 
 @rule("sampling", "A log-prob is not 0 in greedy decoding either: it is that of the policy.")
@@ -1137,20 +1168,22 @@ def _(ppo):
     same(given, tensor(alone), together, "tokens, expected those of each row alone")
 
 
-@rule("sampling", "The noise is another one at the next index of the text.")
+@rule("sampling", "The noise is gumbel_noise of a row's key and of the index that its new token will have.")
 def _(ppo):
-    found = []
     for length in 2, 3:
         d = decoder(ppo, torch.zeros(16, 50), length=length)
+        noise = ppo.gumbel_noise(d.noise_keys, d.length, 50)
         ppo.sample_token(d, 16)
-        found.append(d.tokens[:, length])
-    holds(not torch.equal(*found), {"logits": "all 0", "length": [2, 3]}, "other tokens", found[1], "tokens at index 3")
+        same({"logits": "all 0", "length": length}, noise.argmax(1), d.tokens[:, length], "tokens")
 
 
-@rule("sampling", "A finished row writes to the dummy position, and the lengths of the others grow by 1.")
+@rule("sampling", "A finished row writes to its dummy position. Other lengths grow by 1. Temperature and keys stay.")
 def _(ppo):
-    d = decoder(ppo, tensor([[0.0, 2.0], [0.0, 2.0]]), noise_scale=0.0, alive=tensor([T, False]))
+    d = decoder(ppo, tensor([[0.0, 2.0], [0.0, 2.0]]), 0.5, noise_scale=0.0, alive=tensor([T, False]))
+    before = {name: getattr(d, name).clone() for name in ("temperature", "noise_keys")}
     ppo.sample_token(d, 16)
+    for name, expected in before.items():
+        same({}, expected, getattr(d, name), f"decoder.{name} after the call")
     same({"alive": [T, False], "length": [2, 2]}, tensor([3, 2]), d.length, "length")
     same({"alive": [T, False], "length": [2, 2]}, tensor([1, 0]), d.tokens[:, 2], "tokens at index 2")
 

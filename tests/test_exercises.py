@@ -92,7 +92,7 @@ WRONG = {
     "whiten": [
         ("whitening_by_the_biased_deviation", "minus 1"),
         ("whitening_does_not_centre", "have mean 0"),
-        ("whitening_with_a_large_epsilon", "no larger than 1e-8"),
+        ("whitening_with_a_large_epsilon", "but for the 1e-8"),
         (("centered * torch.rsqrt(variance + 1e-8)", "centered / variance.sqrt()"), "and not NaN"),
         (("centered = torch.where(mask, x - masked_mean(x, mask), 0.0)", "centered = x - masked_mean(x, mask)"),
          "become 0"),
@@ -125,7 +125,7 @@ WRONG = {
         (("logits + decoder.noise_scale * noise", "logits + noise"), "At noise_scale 0"),
         (("logits + decoder.noise_scale * noise", "logits + float(decoder.noise_scale) * noise"), "does not wait"),
         (("gumbel_noise(decoder.noise_keys, decoder.length, logits", "gumbel_noise(decoder.noise_keys, 0 * decoder.length, logits"),  # noqa: E501
-         "another one at the next index"),
+         "of the index that its new token"),
         (("token = noisy_logits.argmax(-1, keepdim=True)",
           "token = torch.multinomial(logits.softmax(-1), 1)"), "not on its place"),
     ],
