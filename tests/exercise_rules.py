@@ -822,6 +822,8 @@ def _(ppo):
     same(given, ppo.padded(LOGS["log pi"]), e.old_logprobs, "experience.old_logprobs")
     same(given, ppo.padded(LOGS["log pi_ref"]), e.ref_logprobs, "experience.ref_logprobs")
     same(given, ppo.padded(e.logprobs for e in episodes), e.sampler_logprobs, "experience.sampler_logprobs")
+    given, e = used_rewards(ppo, kl_coef=0.0)
+    holds(e.ref_logprobs.isnan().all(), given | {"reference": None}, NAN, e.ref_logprobs, "experience.ref_logprobs")
 
 
 @rule("rewards", "With --kl-loss the KL is a term of the loss, and the rewards have none.")
@@ -959,12 +961,14 @@ def _(ppo):
     same(given, raw.std().item(), e.advantage_std, "experience.advantage_std")
 
 
-@rule("advantages", "Advantages are whitened over the sampled tokens of all samples together.")
+@rule("advantages", "Advantages are whitened over the sampled tokens of all samples together, even of a single one.")
 def _(ppo):
     given, e = advantage_case(ppo, rewards=(0.5, 1.0, -0.6))
     raw = tensor([[0.4, 0.3], [0.9, 0.8], [-0.7, -0.8]])
     same(given, (raw - raw.mean()) / raw.std(), e.advantages[:, 1:], "advantages of the sampled tokens")
     same(given, torch.zeros(3), e.advantages[:, 0], "advantages of the prompt")
+    given, e = advantage_case(ppo, rewards=(0.5,))
+    same(given, tensor([[0.0, 0.5**0.5, -(0.5**0.5)]]), e.advantages, "experience.advantages")  # of 0.4 and 0.3
 
 
 @rule("advantages", "`experience.advantage_std` is their standard deviation before whitening, over the sampled tokens.")
@@ -1030,7 +1034,7 @@ def _(ppo):
         same(given, whitened_by_hand(advantages, mask) * (std > 1e-6), e.advantages, "experience.advantages", 1e-3)
 
 
-@rule("advantages", "Advantages that differ by rounding only become 0: whitening would make noise of it. Returns stay.")
+@rule("advantages", "Advantages that differ by rounding only become 0, and not noise. Returns stay as they are.")
 def _(ppo):
     episodes = [episode(ppo, [5, 1, 2], [0, 0, reward]) for reward in (1.0, 1.0 + 2e-7)]
     e = experience_of(ppo, episodes, kl_coef=0.0, critic_lambda=1.0)
@@ -1256,11 +1260,13 @@ def random_gradient_case(seed=0, V=7, scale=1.0, dtype=torch.float32):
             "d_entropies": normal(3)}  # fmt: skip
 
 
-@rule("gradient", "It holds for a weight [V, d] of any V and d, and for targets that are not the last id.")
+@rule("gradient", "It holds for a weight [V, d] of any V and d, for targets that are not the last id, and for no rows.")
 def _(ppo):
     for seed in range(10):
         given = random_gradient_case(seed, V=5 + seed)
         same(given, by_autograd(**given), call(ppo.chunk_gradients, given), "gradient of the logits", 1e-3)
+    given |= {name: given[name][:0] for name in ("hidden", "targets", "d_logprobs", "d_entropies")}
+    same(given, torch.zeros(0, 14), call(ppo.chunk_gradients, given), "gradient of the logits")
 
 
 @rule("gradient", "Logits of 200 are no problem, nor are probabilities that are rounded to 0, even that of a target.")
@@ -1364,9 +1370,11 @@ def _(ppo):
 
 @rule("minibatches", "A minibatch has train_batch_size samples. The last one has those that are left.")
 def _(ppo):
-    for size, budget, expected in (4, 4096, [4, 4]), (4, 12, [4, 4]), (3, 4096, [3, 3, 2]), (5, 4096, [5, 3]):
-        parts = epoch_of(ppo, numbered(ppo), size=size, budget=budget, n_samples_per_prompt=2)
-        given = EIGHT | {"train_batch_size": size, "micro_batch_tokens": budget, "n_samples_per_prompt": 2}
+    cases = (4, 4096, [4, 4]), (4, 12, [4, 4]), (3, 4096, [3, 3, 2]), (5, 4096, [5, 3]), (7, 4096, [7, 1])
+    for size, budget, expected in cases:
+        prompts = {"rollout_batch_size": 4, "n_samples_per_prompt": 2}
+        parts = epoch_of(ppo, numbered(ppo), size=size, budget=budget, **prompts)
+        given = EIGHT | {"train_batch_size": size, "micro_batch_tokens": budget} | prompts
         same(given, expected, [sum(map(len, minibatch)) for _, minibatch in parts], "samples of the minibatches")
 
 
@@ -1421,7 +1429,7 @@ def _(ppo):
 
 @rule("minibatches", "n_tokens counts the sampled tokens of the whole minibatch, without the prompts.")
 def _(ppo):
-    for n_tokens, minibatch in epoch_of(ppo, numbered(ppo), budget=12):
+    for n_tokens, minibatch in epoch_of(ppo, numbered(ppo), budget=12) + epoch_of(ppo, numbered(ppo), 1, budget=12):
         lengths = [length for mb in minibatch for length in mb]
         given = {"lengths of its samples": lengths, "prompt": "1 token", "micro_batch_tokens": 12}
         same(given, sum(lengths) - len(lengths), int(n_tokens), "n_tokens")
@@ -1472,9 +1480,11 @@ def _(ppo):
     same(given, [3, 4, 5, 7, 8, 9, 10], got, "lengths of the samples of an epoch")
     experience = numbered(ppo)
     experience.mask[:, 2:] = False
-    given = EIGHT | {"sampled tokens": "the second token of each sample, which is not its last one"}
-    got = sorted(flat(epoch_of(ppo, experience)))
-    same(given, [3, 4, 5, 6, 7, 8, 9, 10], got, "lengths of the samples of an epoch")
+    for size in 4, 1:
+        given = EIGHT | {"sampled tokens": "the second token of each sample, which is not its last one"}
+        got = sorted(flat(epoch_of(ppo, experience, size=size)))
+        given |= {"train_batch_size": size}
+        same(given, [3, 4, 5, 6, 7, 8, 9, 10], got, "lengths of the samples of an epoch")
 
 
 @rule("minibatches", "A sample without sampled tokens keeps its place in a minibatch that has others with them.")
@@ -1487,6 +1497,8 @@ def _(ppo):
         given["minibatches"] = in_words(parts)
         same(given, [4, 4], [sum(map(len, minibatch)) for _, minibatch in parts], "samples of the minibatches")
         same(given, [3, 4, 5, 6, 7, 8, 9, 10], sorted(flat(parts)), "lengths of the samples of an epoch")
+        full, ours = (in_words([(0, minibatch) for _, minibatch in x]) for x in (epoch_of(ppo, numbered(ppo)), parts))
+        same(given, full, ours, "minibatches, expected those of samples that all have sampled tokens")
         same(given, 44 - sum(i + 2 for i in empty), sum(int(n) for n, _ in parts), "sum of n_tokens")
 
 
@@ -1584,11 +1596,12 @@ def _(ppo):
         same(given, widened(expected, sizes), got, "unpack(x, flat_index)")
 
 
-@rule("packing", "`unpack_sampled` does so with one number for each sampled token.")
+@rule("packing", "`unpack_sampled` does so with one number for each sampled token, in its dtype.")
 def _(ppo):
-    x = tensor([7.0, 8.0, 9.0])
-    expected = tensor([[0.0, 0.0, 7.0, 8.0], [0.0, 9.0, 0.0, 0.0]])
-    same(DOCSTRING | {"x": x}, expected, example(ppo).unpack_sampled(x), "unpack_sampled(x)")
+    for dtype in torch.bfloat16, torch.float32:
+        x = tensor([7, 8, 9], dtype=dtype)
+        expected = tensor([[0, 0, 7, 8], [0, 9, 0, 0]], dtype=dtype)
+        same(DOCSTRING | {"x": x}, expected, example(ppo).unpack_sampled(x), "unpack_sampled(x)")
     mask = tensor([[False, T, False], [False, T, T]])
     packing = ppo.Packing.from_lengths(tensor([2, 3]), mask, "cpu")
     expected = tensor([[0.0, 7.0, 0.0], [0.0, 8.0, 9.0]])
@@ -1609,13 +1622,19 @@ def _(ppo):
     holds(not got._is_view(), DOCSTRING, "a tensor of its own, as by clone()", "a view", "unpack_sampled(x)")
 
 
-@rule("packing", "All indices are on the device.")
+@rule("packing", "All indices are on the device, and the results of `unpack` and `unpack_sampled` on that of x.")
 def _(ppo):
     with mock.patch.object(ppo, "upload", lambda x, device: x.to(device)):
         packing = ppo.Packing.from_lengths(tensor([4, 2]), tensor(DOCSTRING["mask"]) > 0, "meta")
     for name in "flat_index", "position", "sampled", "starts":
         got = getattr(packing, name).device.type
         holds(got == "meta", {"device": "meta"}, "meta", got, f"device of {name}")
+    packing, x = example(ppo), torch.ones(3)
+    given = {"device of x": "cpu", "device of torch.zeros(...) without a device": "meta"}
+    with torch.device("meta"):
+        for name, arguments in ("unpack", (x, tensor([5, 7, 1], device="cpu"))), ("unpack_sampled", (x,)):
+            got = getattr(packing, name)(*arguments).device.type
+            holds(got == "cpu", given, "cpu", got, f"device of {name}(x)")
 
 
 @rule("packing", "Gradients go back through `pack`, `unpack` and `unpack_sampled`.")
@@ -1681,14 +1700,18 @@ def shift_case(ppo):
 RANDOM_MODEL = {"model": "random, so this case cannot be computed by hand"}
 
 
-@rule("shift", "The result is [m, hidden]: a state for each of the m sampled tokens, in the model's dtype.")
+@rule("shift", "The result is [m, hidden], in the model's dtype: a state for each of the m sampled tokens, if any.")
 def _(ppo):
-    given, _, mb = shift_case(ppo)
+    given, e, mb = shift_case(ppo)
     for dtype in torch.float32, torch.bfloat16:
         got = small_model(ppo).to(dtype).states_before_sampled(mb.tokens, mb.packing)
         given |= {"dtype of the model": dtype}
         same(given, [6, 16], list(got.shape), "shape of result")
         same(given, dtype, got.dtype, "dtype of result")
+    e.mask[:] = False
+    mb = e.microbatch(torch.arange(3), "cpu")
+    got = small_model(ppo).states_before_sampled(mb.tokens, mb.packing)
+    same(given | {"sampled": "none"}, [0, 16], list(got.shape), "shape of result")
 
 
 @rule("shift", "It is the state after the token before the sampled one, at its position in the sample.")
