@@ -135,8 +135,8 @@ BLANKS = {
             `generator` gives the order: torch.randperm(n, generator=generator). len(experience.tokens) is N.
             Returns a list of index tensors of args.train_batch_size samples. The last one may be smaller: it has the
             samples that are left. Leave out a minibatch without sampled tokens. Its gradients are 0, but Adam's
-            momentum would move the weights. A single sample without them stays where it is, so that the number of
-            steps is that of the plan.""", "order = torch.randperm"),
+            momentum would move the weights. In a minibatch that has some, a sample without them stays, so that
+            the number of steps is that of the plan.""", "order = torch.randperm"),
         Gap("minibatches", """
             minibatch_rows(...) gives the samples of each minibatch.
             experience.microbatches(rows, args) divides the samples `rows`, an index tensor, into Microbatch objects.

@@ -781,7 +781,7 @@ class Table:
         return self.numbers[mb.tokens] * mb.mask
 
 
-ACTOR, REFERENCE = Table(0.0, -0.1, -0.2, -0.3, -0.4, -0.5), Table(0.0, -0.3, -0.1, -0.9, -0.2, -1.5)
+ACTOR, REFERENCE = Table(0.0, -0.1, -0.2, -0.3, -4.0, -0.5), Table(0.0, -0.3, -0.1, -0.9, -0.2, -3.5)
 CRITIC = Table(0.0, 0.1, 0.2, 0.6, -0.3, 0.5)
 
 
@@ -825,19 +825,25 @@ def _(ppo):
     same(given, tensor([[0.0, 0.0, 0.5, 0.0], [0.0, 0.25, 0.0, 1.0]]), e.returns, "rewards")
 
 
-@rule("rewards", "The reward of a token is reduced by kl_coef * (log pi - log pi_ref) of that token.")
+@rule("rewards", "A token's reward is reduced by kl_coef * (log pi - log pi_ref) of that token, whatever gamma is.")
 def _(ppo):
-    given, e = used_rewards(ppo, kl_coef=0.5)
-    same(given, tensor([[0.0, -0.1, 0.55, 0.0], [0.0, 0.15, 0.05, 0.7]]), e.returns, "rewards")
+    for gamma in 1.0, 0.5:
+        given, e = used_rewards(ppo, kl_coef=0.5, gamma=gamma)
+        same(given, tensor([[0.0, -0.1, 0.55, 0.0], [0.0, 0.15, 0.05, 0.7]]), e.returns, "rewards")
 
 
-@rule("rewards", "The KL is that of the old log-probs, not of those that the sampler recorded.")
+@rule("rewards", "The KL is that of the old log-probs, not of those that the sampler recorded. All stay as they are.")
 def _(ppo):
     episodes = two_episodes(ppo)
     for e in episodes:
         e.logprobs = [x - 1.0 for x in e.logprobs]
-    e = experience_of(ppo, episodes, kl_coef=0.5)
-    same(TWO | LOGS | {"kl_coef": 0.5}, tensor([[0.0, -0.1, 0.55, 0.0], [0.0, 0.15, 0.05, 0.7]]), e.returns, "rewards")
+    given, e = TWO | LOGS | {"kl_coef": 0.5}, experience_of(ppo, episodes, kl_coef=0.5)
+    same(given, tensor([[0.0, -0.1, 0.55, 0.0], [0.0, 0.15, 0.05, 0.7]]), e.returns, "rewards")
+    same(given, ppo.padded(LOGS["log pi"]), e.old_logprobs, "experience.old_logprobs")
+    same(given, ppo.padded(LOGS["log pi_ref"]), e.ref_logprobs, "experience.ref_logprobs")
+    same(given, ppo.padded(e.logprobs for e in episodes), e.sampler_logprobs, "experience.sampler_logprobs")
+    given, e = used_rewards(ppo, kl_coef=0.0)
+    holds(e.ref_logprobs.isnan().all(), given | {"reference": None}, NAN, e.ref_logprobs, "experience.ref_logprobs")
 
 
 @rule("rewards", "With --kl-loss the KL is a term of the loss, and the rewards have none.")
@@ -846,10 +852,14 @@ def _(ppo):
     same(given, tensor([[0.0, 0.0, 0.5, 0.0], [0.0, 0.25, 0.0, 1.0]]), e.returns, "rewards")
 
 
-@rule("rewards", "A sample that was cut loses truncation_penalty once, at its last token, which need not be the row's.")
+@rule("rewards", "A cut sample, successful or not, loses truncation_penalty once, at its last token, not the row's.")
 def _(ppo):
-    given, e = used_rewards(ppo, kl_coef=0.0, truncation_penalty=0.25)
-    same(given, tensor([0.0, 0.0, 0.25, 0.0]), e.returns[0], "rewards of the first sample")
+    for success in False, True:
+        episodes = two_episodes(ppo)
+        episodes[0].success = success
+        given = TWO | {"episodes[0].success": success, "kl_coef": 0, "truncation_penalty": 0.25}
+        e = experience_of(ppo, episodes, kl_coef=0.0, truncation_penalty=0.25)
+        same(given, tensor([0.0, 0.0, 0.25, 0.0]), e.returns[0], "rewards of the first sample")
 
 
 @rule("rewards", "A sample that the environment ended loses nothing, even if it ended it early.")
@@ -888,6 +898,7 @@ def random_episodes(ppo, generator):
         if n > 2 and choice(generator, True, False):
             e.mask[prompt + 1], e.logprobs[prompt + 1], e.rewards[prompt + 1] = False, 0.0, 0.0
         e.score = choice(generator, 0.0, 1.5, -0.5)
+        e.success = sum(e.rewards) > 0
         episodes.append(e)
     return episodes
 
@@ -918,6 +929,7 @@ def _(ppo):
         flags["kl_loss"] = choice(generator, None, None, "k2") if flags["kl_coef"] else None
         episodes = random_episodes(ppo, generator)
         given = of_episodes(episodes) | flags
+        given |= {"log pi of the ids 0 to 5": ACTOR.numbers, "log pi_ref of the ids 0 to 5": REFERENCE.numbers}
         logged, used = map(ppo.padded, rewards_by_hand(episodes, **flags))
         e = experience_of(ppo, episodes, **flags)
         same(given, logged, e.rewards, "experience.rewards")
@@ -969,39 +981,48 @@ def _(ppo):
     same(given, raw.std().item(), e.advantage_std, "experience.advantage_std")
 
 
-@rule("advantages", "Advantages are whitened over the sampled tokens of all samples together.")
+@rule("advantages", "Advantages are whitened over the sampled tokens of all samples together, even of a single one.")
 def _(ppo):
     given, e = advantage_case(ppo, rewards=(0.5, 1.0, -0.6))
     raw = tensor([[0.4, 0.3], [0.9, 0.8], [-0.7, -0.8]])
     same(given, (raw - raw.mean()) / raw.std(), e.advantages[:, 1:], "advantages of the sampled tokens")
     same(given, torch.zeros(3), e.advantages[:, 0], "advantages of the prompt")
+    given, e = advantage_case(ppo, rewards=(0.5,))
+    same(given, tensor([[0.0, 0.5**0.5, -(0.5**0.5)]]), e.advantages, "experience.advantages")  # of 0.4 and 0.3
 
 
 @rule("advantages", "`experience.advantage_std` is their standard deviation before whitening, over the sampled tokens.")
 def _(ppo):
-    given, e = advantage_case(ppo)
-    same(given, tensor([0.4, 0.3, 0.9, 0.8]).std().item(), e.advantage_std, "experience.advantage_std")
+    for rewards, raw in ((0.5, 1.0), [0.4, 0.3, 0.9, 0.8]), ((0.5,), [0.4, 0.3]):
+        given, e = advantage_case(ppo, rewards)
+        same(given, tensor(raw).std().item(), e.advantage_std, "experience.advantage_std")
 
 
 @rule("advantages", "`experience.advantage_std` is a float, and 0 if there is one sampled token or none.")
 def _(ppo):
     _, e = advantage_case(ppo)
     holds(type(e.advantage_std) is float, {}, "float", type(e.advantage_std).__name__, "type of advantage_std")
-    for ids in [5, 2], [5]:
-        single = episode(ppo, ids, [0.0] * (len(ids) - 1) + [1.0])
-        e = experience_of(ppo, [single], CRITIC, kl_coef=0.0)
-        given = {"tokens": [ids], "sampled": [single.mask], "reward": 1}
-        same(given, 0.0, e.advantage_std, "experience.advantage_std")
-        same(given, torch.zeros(1, len(ids)), e.advantages, "experience.advantages")
+    for ids in [[5, 2]], [[5]], [[5, 2], [5]]:
+        episodes = [episode(ppo, row, [0.0] * (len(row) - 1) + [1.0]) for row in ids]
+        e = experience_of(ppo, episodes, CRITIC, kl_coef=0.0)
+        given = {"tokens": ids, "sampled": [e.mask for e in episodes], "reward of each sample": 1}
+        holds(e.advantage_std == 0, given, 0.0, e.advantage_std, "experience.advantage_std")
+        same(given, torch.zeros(len(ids), len(ids[0])), e.advantages, "experience.advantages")
 
 
-@rule("advantages", "Small advantages are whitened like large ones.")
+@rule("advantages", "Small advantages are whitened as well, down to a standard deviation of 1e-6.")
 def _(ppo):
     episodes = [episode(ppo, [5, 1, 2], [0, 0, reward]) for reward in (0.001, 0.004)]
     e = experience_of(ppo, episodes, kl_coef=0.0)
     given = {"rewards": [[0, 0, 0.001], [0, 0, 0.004]], "critic": None}
     expected = tensor([[-0.866, -0.866], [0.866, 0.866]])
     same(given, expected, e.advantages[:, 1:], "advantages of the sampled tokens", 0.01)
+    # Their standard deviation is 2e-6. masked_whiten makes 0.02 of it, and without its 1e-8 it would be 1.
+    episodes = [episode(ppo, [5, 1, 2], [0, 0, reward]) for reward in (0.0, 3.5e-6)]
+    e = experience_of(ppo, episodes, kl_coef=0.0)
+    given = {"rewards": [[0, 0, 0.0], [0, 0, 3.5e-6]], "critic": None}
+    ok = (e.advantages[0, 1:] < -0.01).all() and (e.advantages[1, 1:] > 0.01).all()
+    holds(ok, given, "a row below -0.01 and one above 0.01", e.advantages[:, 1:], "advantages of the sampled tokens")
 
 
 @rule("advantages", "They are made of `rewards`, with the KL, and not of those that are logged. So are the returns.")
@@ -1033,11 +1054,14 @@ def _(ppo):
         same(given, whitened_by_hand(advantages, mask) * (std > 1e-6), e.advantages, "experience.advantages", 1e-3)
 
 
-@rule("advantages", "Advantages that differ by rounding only become 0. Whitening would make noise of them.")
+@rule("advantages", "Advantages that differ by rounding only become 0, and not noise. Returns stay as they are.")
 def _(ppo):
     episodes = [episode(ppo, [5, 1, 2], [0, 0, reward]) for reward in (1.0, 1.0 + 2e-7)]
-    e = experience_of(ppo, episodes, kl_coef=0.0)
-    same({"rewards": [[0, 0, 1.0], [0, 0, 1.0 + 2e-7]], "critic": None}, torch.zeros(2, 3), e.advantages, "advantages")
+    e = experience_of(ppo, episodes, kl_coef=0.0, critic_lambda=1.0)
+    given = {"rewards": [[0, 0, 1.0], [0, 0, 1.0 + 2e-7]], "critic": None}
+    same(given, torch.zeros(2, 3), e.advantages, "advantages")
+    holds((e.advantages == 0).all(), given, "0 everywhere", e.advantages[:, 1:], "advantages of the sampled tokens")
+    same(given, tensor([[0.0, 1.0, 1.0]] * 2), e.returns, "experience.returns")
 
 
 # === sampling ===
@@ -1269,16 +1293,18 @@ def random_gradient_case(seed=0, V=7, scale=1.0, dtype=torch.float32):
             "d_entropies": normal(3)}  # fmt: skip
 
 
-@rule("gradient", "It holds for a weight [V, d] of any V and d, and for targets that are not the last id.")
+@rule("gradient", "It holds for a weight [V, d] of any V and d, for targets that are not the last id, and for no rows.")
 def _(ppo):
     for seed in range(10):
         given = random_gradient_case(seed, V=5 + seed)
         same(given, by_autograd(**given), call(ppo.chunk_gradients, given), "gradient of the logits", 1e-3)
+    given |= {name: given[name][:0] for name in ("hidden", "targets", "d_logprobs", "d_entropies")}
+    same(given, torch.zeros(0, 14), call(ppo.chunk_gradients, given), "gradient of the logits")
 
 
-@rule("gradient", "Logits of 200 are no problem, and neither are probabilities that are rounded to 0.")
+@rule("gradient", "Logits of 200 are no problem, nor are probabilities that are rounded to 0, even that of a target.")
 def _(ppo):
-    given = gradient_case(ppo, [1.0, -2.0], [0.5, 1.0], 1.0, ((0.0, 100.0, 200.0), (200.0, 199.0, -200.0)))
+    given = gradient_case(ppo, [1.0, -2.0], [0.5, 1.0], 1.0, ((0.0, 100.0, 200.0), (-200.0, 1.0, 0.0)))
     same(given, by_autograd(**given), call(ppo.chunk_gradients, given), "gradient of the logits")
 
 
@@ -1327,11 +1353,11 @@ def numbered(ppo, lengths=(3, 4, 5, 6, 7, 8, 9, 10), prompts=1):
     return ppo.Experience(lengths=lengths, tokens=zeros.long(), mask=mask, sampler_logprobs=zeros, rewards=zeros)
 
 
-def epoch_of(ppo, experience, epoch=0, iteration=0, seed=1, size=4, budget=4096):
+def epoch_of(ppo, experience, epoch=0, iteration=0, seed=1, size=4, budget=4096, state=None, **flags):
     """[(n_tokens, the lengths of the samples of each microbatch)] of an epoch."""
-    args = arguments(ppo, seed=seed, train_batch_size=size, micro_batch_tokens=budget)
+    args = arguments(ppo, seed=seed, train_batch_size=size, micro_batch_tokens=budget, **flags)
     parts = []
-    for part in ppo.minibatches(experience, epoch, ppo.TrainState(iteration), args):
+    for part in ppo.minibatches(experience, epoch, state or ppo.TrainState(iteration), args):
         n_tokens, minibatch = outputs(part, 2, {}, "n_tokens, microbatches")
         lengths = []
         for mb in minibatch:
@@ -1377,9 +1403,11 @@ def _(ppo):
 
 @rule("minibatches", "A minibatch has train_batch_size samples. The last one has those that are left.")
 def _(ppo):
-    for size, budget, expected in (4, 4096, [4, 4]), (4, 12, [4, 4]), (3, 4096, [3, 3, 2]):
-        parts = epoch_of(ppo, numbered(ppo), size=size, budget=budget)
-        given = EIGHT | {"train_batch_size": size, "micro_batch_tokens": budget}
+    cases = (4, 4096, [4, 4]), (4, 12, [4, 4]), (3, 4096, [3, 3, 2]), (5, 4096, [5, 3]), (7, 4096, [7, 1])
+    for size, budget, expected in cases:
+        prompts = {"rollout_batch_size": 4, "n_samples_per_prompt": 2}
+        parts = epoch_of(ppo, numbered(ppo), size=size, budget=budget, **prompts)
+        given = EIGHT | {"train_batch_size": size, "micro_batch_tokens": budget} | prompts
         same(given, expected, [sum(map(len, minibatch)) for _, minibatch in parts], "samples of the minibatches")
 
 
@@ -1406,33 +1434,53 @@ def _(ppo):
             holds(0 < n < 40, given, "more than 0, fewer than 40", n, "epochs together")
 
 
-@rule("minibatches", "The order depends on nothing else, so a run that is resumed repeats it.")
+@rule("minibatches", "The order depends on nothing else, and an epoch changes no state, so a resumed run repeats it.")
 def _(ppo):
-    torch.manual_seed(1)
-    first = epoch_of(ppo, numbered(ppo))
-    torch.manual_seed(2)
-    second = epoch_of(ppo, numbered(ppo))
-    same(EIGHT | {"torch.manual_seed": [1, 2]}, in_words(first), in_words(second), "minibatches")
+    state, epochs = ppo.TrainState(3), []
+    for seed in 1, 2:
+        torch.manual_seed(seed)
+        untouched = torch.get_rng_state()
+        epochs.append(in_words(epoch_of(ppo, numbered(ppo), state=state)))
+        given = EIGHT | {"torch.manual_seed": seed, "state.iteration": 3}
+        same(given, 3, state.iteration, "state.iteration after the epoch")
+        drawn = not torch.equal(untouched, torch.get_rng_state())
+        holds(not drawn, given, "as before the epoch", "another one", "state of PyTorch's own generator")
+    same(EIGHT | {"torch.manual_seed": [1, 2]}, *epochs, "minibatches")
+
+
+@rule("minibatches", "The minibatches are those of `minibatch_rows`, which returns a list: it is read more than once.")
+def _(ppo):
+    experience, args = numbered(ppo), arguments(ppo, seed=1, train_batch_size=4)
+    for epoch in 0, 1:
+        given = EIGHT | {"epoch": epoch}
+        rows = ppo.minibatch_rows(experience, epoch, ppo.TrainState(), args)
+        holds(isinstance(rows, list), given, "list", type(rows).__name__, "type of what minibatch_rows returns")
+        expected = [sorted(experience.lengths[part].tolist()) for part in rows]
+        parts = [sorted(flat([part])) for part in epoch_of(ppo, experience, epoch)]
+        same(given, expected, parts, "lengths of the samples of the minibatches")
 
 
 @rule("minibatches", "n_tokens counts the sampled tokens of the whole minibatch, without the prompts.")
 def _(ppo):
-    for n_tokens, minibatch in epoch_of(ppo, numbered(ppo), budget=12):
+    for n_tokens, minibatch in epoch_of(ppo, numbered(ppo), budget=12) + epoch_of(ppo, numbered(ppo), 1, budget=12):
         lengths = [length for mb in minibatch for length in mb]
         given = {"lengths of its samples": lengths, "prompt": "1 token", "micro_batch_tokens": 12}
         same(given, sum(lengths) - len(lengths), int(n_tokens), "n_tokens")
 
 
-@rule("minibatches", "On several ranks n_tokens is the same: it counts the samples of all ranks. Each has its share.")
+@rule("minibatches", "On several ranks n_tokens counts all samples. Each has its share, in equally many microbatches.")
 def _(ppo):
-    for ranks, budget in (2, 4096), (2, 12), (3, 4096):
-        epochs = epoch_on_ranks(ppo, ranks, numbered(ppo), budget=budget)
-        given = EIGHT | {"ranks": ranks, "micro_batch_tokens": budget}
+    for ranks, budget, size in (2, 4096, 4), (2, 12, 4), (3, 4096, 4), (2, 4096, 1):
+        epochs = epoch_on_ranks(ppo, ranks, numbered(ppo), budget=budget, size=size)
+        given = EIGHT | {"ranks": ranks, "micro_batch_tokens": budget, "train_batch_size": size}
         given |= {f"minibatches of rank {rank}": in_words(epoch) for rank, epoch in enumerate(epochs)}
         visited = sorted(length for epoch in epochs for length in flat(epoch))
         same(given, [3, 4, 5, 6, 7, 8, 9, 10], visited, "lengths of the samples of all ranks in an epoch")
-        same(given, [2] * ranks, [len(epoch) for epoch in epochs], "minibatches of the ranks")
+        same(given, [8 // size] * ranks, [len(epoch) for epoch in epochs], "minibatches of the ranks")
         for k, minibatches in enumerate(zip(*epochs)):
+            counts = [len(minibatch) for _, minibatch in minibatches]
+            # A rank that skipped one would hang the others, which wait for it in the forward pass.
+            same(given, counts[:1] * ranks, counts, f"microbatches of minibatch {k}, on each rank")
             lengths = [length for _, minibatch in minibatches for mb in minibatch for length in mb]
             expected = [sum(lengths) - len(lengths)] * ranks
             same(given, expected, [int(n) for n, _ in minibatches], f"n_tokens of minibatch {k}, on each rank")
@@ -1453,7 +1501,7 @@ def _(ppo):
                 holds(sum(mb) <= budget or len(mb) == 1, given, f"at most {budget}", sum(mb), "tokens of a microbatch")
 
 
-@rule("minibatches", "A minibatch without sampled tokens is left out: Adam's momentum would move the weights.")
+@rule("minibatches", "A minibatch without sampled tokens, and no other, is left out: Adam would move weights.")
 def _(ppo):
     experience = numbered(ppo)
     experience.mask[:] = False
@@ -1463,6 +1511,13 @@ def _(ppo):
     got = sorted(flat(epoch_of(ppo, experience, size=1)))
     given = EIGHT | {"train_batch_size": 1, "without sampled tokens": "the sample of length 6"}
     same(given, [3, 4, 5, 7, 8, 9, 10], got, "lengths of the samples of an epoch")
+    experience = numbered(ppo)
+    experience.mask[:, 2:] = False
+    for size in 4, 1:
+        given = EIGHT | {"sampled tokens": "the second token of each sample, which is not its last one"}
+        got = sorted(flat(epoch_of(ppo, experience, size=size)))
+        given |= {"train_batch_size": size}
+        same(given, [3, 4, 5, 6, 7, 8, 9, 10], got, "lengths of the samples of an epoch")
 
 
 @rule("minibatches", "A sample without sampled tokens keeps its place in a minibatch that has others with them.")
@@ -1475,6 +1530,8 @@ def _(ppo):
         given["minibatches"] = in_words(parts)
         same(given, [4, 4], [sum(map(len, minibatch)) for _, minibatch in parts], "samples of the minibatches")
         same(given, [3, 4, 5, 6, 7, 8, 9, 10], sorted(flat(parts)), "lengths of the samples of an epoch")
+        full, ours = (in_words([(0, minibatch) for _, minibatch in x]) for x in (epoch_of(ppo, numbered(ppo)), parts))
+        same(given, full, ours, "minibatches, expected those of samples that all have sampled tokens")
         same(given, 44 - sum(i + 2 for i in empty), sum(int(n) for n, _ in parts), "sum of n_tokens")
 
 
@@ -1508,6 +1565,11 @@ def example(ppo):
     return ppo.Packing.from_lengths(tensor([4, 2]), mask, "cpu")
 
 
+def widened(x, sizes):
+    """x [...] as [..., *sizes]: with the same number in all further dimensions."""
+    return x.view(*x.shape, *(1 for _ in sizes)).expand(*x.shape, *sizes)
+
+
 def packing_field(ppo, name, expected):
     same(DOCSTRING, expected, getattr(example(ppo), name), name)
 
@@ -1538,16 +1600,22 @@ def _(ppo):
     packing_field(ppo, "starts", tensor([0, 4, 6], dtype=torch.int32))
 
 
-@rule("packing", "`shape` is that of the microbatch.")
+@rule("packing", "`shape` is [B, T], that of the mask, even if all samples are shorter.")
 def _(ppo):
     same(DOCSTRING, [2, 4], list(example(ppo).shape), "shape")
+    packing = ppo.Packing.from_lengths(tensor([2, 3]), tensor([[0, 1, 0, 0], [0, 1, 1, 0]]) > 0, "cpu")
+    given = {"lengths": [2, 3], "mask": [[0, 1, 0, 0], [0, 1, 1, 0]]}
+    same(given, [2, 4], list(packing.shape), "shape")
+    same(given, tensor([0, 1, 4, 5, 6]), packing.flat_index, "flat_index")
 
 
 @rule("packing", "`pack` lays the samples one after another, with further dimensions if there are any.")
 def _(ppo):
     same(DOCSTRING, tensor([1, 2, 13, 14, 1, 15]), example(ppo).pack(LETTERS), "pack(tokens)")
-    wide = LETTERS[..., None].expand(2, 4, 3)
-    same(DOCSTRING | {"x": "[B, T, 3]"}, tensor([1, 2, 13, 14, 1, 15])[:, None].expand(6, 3), example(ppo).pack(wide))
+    for sizes in (3,), (3, 2), (2, 1):
+        given = DOCSTRING | {"x": f"[B, T, {', '.join(map(str, sizes))}]"}
+        expected = widened(tensor([1, 2, 13, 14, 1, 15]), sizes)
+        same(given, expected, example(ppo).pack(widened(LETTERS, sizes)), "pack(x)")
 
 
 @rule("packing", "`unpack` puts numbers back at their places in [B, T, ...], and 0 elsewhere.")
@@ -1555,16 +1623,18 @@ def _(ppo):
     packing, x = example(ppo), tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     expected = tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 0.0, 0.0]])
     same(DOCSTRING | {"x": x}, expected, packing.unpack(x, packing.flat_index), "unpack(x, flat_index)")
-    wide = x[:, None].expand(6, 2)
-    got = packing.unpack(wide, packing.flat_index)
-    same(DOCSTRING | {"x": "[6, 2]"}, expected[..., None].expand(2, 4, 2), got, "unpack(x, flat_index)")
+    for sizes in (2,), (3, 2), (2, 1):
+        got = packing.unpack(widened(x, sizes), packing.flat_index)
+        given = DOCSTRING | {"x": f"[6, {', '.join(map(str, sizes))}]"}
+        same(given, widened(expected, sizes), got, "unpack(x, flat_index)")
 
 
-@rule("packing", "`unpack_sampled` does so with one number for each sampled token.")
+@rule("packing", "`unpack_sampled` does so with one number for each sampled token, in its dtype.")
 def _(ppo):
-    x = tensor([7.0, 8.0, 9.0])
-    expected = tensor([[0.0, 0.0, 7.0, 8.0], [0.0, 9.0, 0.0, 0.0]])
-    same(DOCSTRING | {"x": x}, expected, example(ppo).unpack_sampled(x), "unpack_sampled(x)")
+    for dtype in torch.bfloat16, torch.float32:
+        x = tensor([7, 8, 9], dtype=dtype)
+        expected = tensor([[0, 0, 7, 8], [0, 9, 0, 0]], dtype=dtype)
+        same(DOCSTRING | {"x": x}, expected, example(ppo).unpack_sampled(x), "unpack_sampled(x)")
     mask = tensor([[False, T, False], [False, T, T]])
     packing = ppo.Packing.from_lengths(tensor([2, 3]), mask, "cpu")
     expected = tensor([[0.0, 7.0, 0.0], [0.0, 8.0, 9.0]])
@@ -1585,13 +1655,19 @@ def _(ppo):
     holds(not got._is_view(), DOCSTRING, "a tensor of its own, as by clone()", "a view", "unpack_sampled(x)")
 
 
-@rule("packing", "All indices are on the device.")
+@rule("packing", "All indices are on the device, and the results of `unpack` and `unpack_sampled` on that of x.")
 def _(ppo):
     with mock.patch.object(ppo, "upload", lambda x, device: x.to(device)):
         packing = ppo.Packing.from_lengths(tensor([4, 2]), tensor(DOCSTRING["mask"]) > 0, "meta")
     for name in "flat_index", "position", "sampled", "starts":
         got = getattr(packing, name).device.type
         holds(got == "meta", {"device": "meta"}, "meta", got, f"device of {name}")
+    packing, x = example(ppo), torch.ones(3)
+    given = {"device of x": "cpu", "device of torch.zeros(...) without a device": "meta"}
+    with torch.device("meta"):
+        for name, arguments in ("unpack", (x, tensor([5, 7, 1], device="cpu"))), ("unpack_sampled", (x,)):
+            got = getattr(packing, name)(*arguments).device.type
+            holds(got == "cpu", given, "cpu", got, f"device of {name}(x)")
 
 
 @rule("packing", "Gradients go back through `pack`, `unpack` and `unpack_sampled`.")
@@ -1607,25 +1683,25 @@ def _(ppo):
 @rule("packing", "All of this holds in random cases, with samples of several turns.")
 def _(ppo):
     for generator, mask in random_masks():
-        lengths = torch.randint(1, 7, (3,), generator=generator)
-        lengths[choice(generator, 0, 1, 2)] = 6
+        B = choice(generator, 1, 3)
+        lengths = torch.randint(1, 7, (B,), generator=generator)
         real = torch.arange(6) < lengths[:, None]
-        mask = mask & real
-        places = [(row, t) for row in range(3) for t in range(6) if real[row, t]]
+        mask = mask[:B] & real
+        places = [(row, t) for row in range(B) for t in range(6) if real[row, t]]
         chosen = [k for k, place in enumerate(places) if mask[place]]
         given = {"lengths": lengths, "mask": mask}
         packing = ppo.Packing.from_lengths(lengths, mask, "cpu")
         same(given, tensor([6 * row + t for row, t in places]), packing.flat_index, "flat_index")
         same(given, tensor([t for _, t in places]), packing.position, "position")
         same(given, tensor(chosen, dtype=torch.int64), packing.sampled, "sampled")
-        starts = [int(lengths[:row].sum()) for row in range(4)]
+        starts = [int(lengths[:row].sum()) for row in range(B + 1)]
         same(given, tensor(starts, dtype=torch.int32), packing.starts, "starts")
-        x = torch.randn(3, 6, 2, generator=generator)
+        x = torch.randn(B, 6, 2, generator=generator)
         packed = torch.stack([x[place] for place in places])
-        same(given | {"x": "random, [3, 6, 2]"}, packed, packing.pack(x), "pack(x)")
+        same(given | {"x": f"random, [{B}, 6, 2]"}, packed, packing.pack(x), "pack(x)")
         same(given | {"x": "[n, 2]"}, x * real[..., None], packing.unpack(packed, packing.flat_index), "unpack(x, ...)")
         numbers = torch.arange(1.0, len(chosen) + 1)
-        expected = torch.zeros(3, 6)
+        expected = torch.zeros(B, 6)
         expected[mask] = numbers
         same(given | {"x": numbers}, expected, packing.unpack_sampled(numbers), "unpack_sampled(x)")
 
@@ -1645,11 +1721,11 @@ def small_model(ppo, head="lm"):
 
 def shift_case(ppo):
     """The third sample has two turns, with an answer of the environment between them."""
-    samples = [([7, 8, 9], 1), ([3, 4, 5, 6], 2), ([2, 8, 1, 10, 7], 1)]  # ids, and the length of the prompt
+    samples = [([7, 8, 9], 1), ([3, 4, 5, 6], 2), ([2, 8, 0, 10, 7], 1)]  # ids, and the length of the prompt
     episodes = [episode(ppo, ids, [0] * len(ids), prompt=n) for ids, n in samples]
     episodes[2].mask[2:4] = [False, False]
     e = ppo.Experience.from_episodes(episodes)
-    given = {"tokens": [[7, 8, 9], [3, 4, 5, 6], [2, 8, 1, 10, 7]],
+    given = {"tokens": [[7, 8, 9], [3, 4, 5, 6], [2, 8, 0, 10, 7]],
              "sampled": [[0, 1, 1], [0, 0, 1, 1], [0, 1, 0, 0, 1]]}  # fmt: skip
     return given, e, e.microbatch(torch.arange(3), "cpu")
 
@@ -1657,11 +1733,18 @@ def shift_case(ppo):
 RANDOM_MODEL = {"model": "random, so this case cannot be computed by hand"}
 
 
-@rule("shift", "The result is [m, hidden]: a state for each of the m sampled tokens.")
+@rule("shift", "The result is [m, hidden], in the model's dtype: a state for each of the m sampled tokens, if any.")
 def _(ppo):
-    given, _, mb = shift_case(ppo)
+    given, e, mb = shift_case(ppo)
+    for dtype in torch.float32, torch.bfloat16:
+        got = small_model(ppo).to(dtype).states_before_sampled(mb.tokens, mb.packing)
+        given |= {"dtype of the model": dtype}
+        same(given, [6, 16], list(got.shape), "shape of result")
+        same(given, dtype, got.dtype, "dtype of result")
+    e.mask[:] = False
+    mb = e.microbatch(torch.arange(3), "cpu")
     got = small_model(ppo).states_before_sampled(mb.tokens, mb.packing)
-    same(given, [6, 16], list(got.shape), "shape of result")
+    same(given | {"sampled": "none"}, [0, 16], list(got.shape), "shape of result")
 
 
 @rule("shift", "It is the state after the token before the sampled one, at its position in the sample.")
@@ -1669,7 +1752,7 @@ def _(ppo):
     """Here the state after a token is its id and its position."""
     given, _, mb = shift_case(ppo)
     model = small_model(ppo)
-    model.hidden_states = lambda tokens, positions, **_: torch.stack([tokens, positions], -1).float()
+    model.hidden_states = lambda x, positions, **_: torch.stack([x, positions.expand_as(x)], -1).float()
     expected = tensor([[7.0, 0.0], [8.0, 1.0], [4.0, 1.0], [5.0, 2.0], [2.0, 0.0], [10.0, 3.0]])
     got = model.states_before_sampled(mb.tokens, mb.packing)
     same(given | {"state after a token": "[its id, its position]"}, expected, got, "states")
@@ -1710,12 +1793,22 @@ def _(ppo):
     same(given, alone[0], got[1, :4], "log-probs of the second sample, expected those of it alone", 1e-3)
 
 
-@rule("shift", "Gradients reach the model.")
+@rule("shift", "Gradients reach the weights of actor and critic, and are those of rows with padding.")
 def _(ppo):
-    given, _, mb = shift_case(ppo)
-    model = small_model(ppo)
-    model.sampled_logprobs(mb, 1.0)[0].sum().backward()
-    holds(model.model.embed_tokens.weight.grad is not None, given, "a gradient of the embeddings", "none")
+    given, e, mb = shift_case(ppo)
+    given |= RANDOM_MODEL
+    numbers = torch.arange(15.0).reshape(3, 5) * e.mask
+    actor, critic = small_model(ppo), small_model(ppo, "scalar")
+    ours = (actor.sampled_logprobs(mb, 1.0)[0] * numbers).sum(), (critic.sampled_values(mb) * numbers).sum()
+    logprobs = actor(e.tokens).log_softmax(-1)[:, :-1].gather(2, e.tokens[:, 1:, None])[..., 0]
+    padded = (logprobs * numbers[:, 1:]).sum(), (critic(e.tokens)[:, :-1] * numbers[:, 1:]).sum()
+    for name, model, loss, expected in zip(("actor", "critic"), (actor, critic), ours, padded):
+        weights = dict(model.named_parameters())
+        gradients = torch.autograd.grad(expected, list(weights.values()))
+        loss.backward()
+        for (weight, p), gradient in zip(weights.items(), gradients):
+            holds(p.grad is not None, given, "a gradient", "none", f"gradient of {weight} of the {name}")
+            same(given, gradient, p.grad, f"gradient of {weight} of the {name}", 1e-3)
 
 
 # === A small run, for the bugs ===
