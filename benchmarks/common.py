@@ -193,8 +193,8 @@ def thousands(axis) -> None:
 
 
 def percent(axis) -> None:
-    """The numbers of the y axis, which are shares, as 20 %."""
-    axis.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g} %")
+    """The numbers of the y axis, which are shares, as 20%."""
+    axis.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g}%")
 
 
 def save_picture(figure, path: Path) -> None:

@@ -60,11 +60,11 @@ def of(name: str) -> list[dict]:
 
 def table() -> None:
     common.table(["run", "seed", "sampled before", "sampled after", "greedy before", "greedy after", "reward after",
-                  "samples to 90 %", "seconds"])  # fmt: skip
+                  "samples to 90%", "seconds"])  # fmt: skip
     for name in (name for runs in TASKS.values() for name in runs):
         for row in of(name):
             points = row["evaluations"]
-            ends = [f"{100 * points[i][kind]:.1f} %" for kind in (1, 2) for i in (0, -1)]
+            ends = [f"{100 * points[i][kind]:.1f}%" for kind in (1, 2) for i in (0, -1)]
             reached = [point[0] for point in points if point[1] >= 0.9]
             cells = [*ends, f"{points[-1][3]:.3f}", f"{reached[0]:,}" if reached else "-", row["seconds"]]
             common.line([name, row["seed"], *cells])
@@ -80,7 +80,7 @@ def show_sample(axis, text: str, point: tuple[float, float], place: tuple[float,
 def draw_default() -> None:
     rows = of("default")
     last = [100 * row["evaluations"][-1][1] for row in rows]
-    shares = f"{min(last):.0f} to {max(last):.0f} %"
+    shares = f"{min(last):.1f}–{max(last):.1f}%"
     title = f"All five seeds learn to sort digits: at the end {shares} of the answers to held-out prompts are right"
     figure, axis = common.new_picture(title, 3.9)
     samples = [point[0] for point in rows[0]["evaluations"]]
