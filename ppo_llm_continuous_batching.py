@@ -423,8 +423,8 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
     actor_optimizer = make_optimizer(actor)
     critic_optimizer = make_optimizer(critic) if critic else None
 
-    # A checkpoint holds `state` and the models below. Add every other model that you train, with
-    # its optimizer.
+    # A checkpoint holds `state` and the models below. Add every other model whose weights change,
+    # and its optimizer if you train it.
     checkpointed = {
         "actor": (actor, actor_optimizer),
         "critic": (critic, critic_optimizer),
@@ -722,7 +722,7 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
 
     # --- Log-probs. Actor, reference and critic score the samples in the microbatches of the first
     # epoch. The last bits of a result depend on what else is in its batch. With the same batches,
-    # the first ratio is exactly 1, in every precision. A first ratio of 1 does not show that
+    # the first ratio is exactly 1, or in float32 on a GPU off by up to 1e-7. It does not show that
     # sampler and actor agree. debug/sampler_trainer_logprob_diff shows how far they differ.
     # FORK: other old log-probs. The ratio reads them, and so do the KL in the reward, objective/kl,
     # objective/entropy and debug/sampler_trainer_logprob_diff.
@@ -2673,7 +2673,7 @@ def diagnose_ratio(
     """The metrics ratio/...: how far the ratio was from 1 and, if it stayed there, why.
 
     make_experience scores the samples in microbatches. If the first epoch has the
-    `same_microbatches`, the ratio of its first minibatch is exactly 1, in every precision. The
+    `same_microbatches`, the ratio of its first minibatch is exactly 1 (see make_experience). The
     other minibatches of the first epoch have the ratio 1 as well, until a step changes the actor.
     In later epochs the microbatches differ, and rounding alone moves the ratio.
     """

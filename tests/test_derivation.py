@@ -103,6 +103,19 @@ def test_at_lambda_1_the_tokens_before_the_bad_one_share_its_blame(ppo, gae_lamb
     assert ", ".join(f"{x:g}" for x in advantages[:3]) + f" and {advantages[3]:g}" in " ".join(PAGE.split())
 
 
+def test_with_a_discount_later_tokens_are_not_weighted(ppo):
+    """Row 0 of the logits chooses the first token, the others the second."""
+    gamma = 0.5
+    advantages, _ = ppo.compute_gae(REWARDS, VALUES[STATES], MASK, gamma, 1.0)
+    found = gradient(lambda theta: expected_loss(ppo, theta, advantages, POLICY))
+    discounted = gradient(lambda theta: probabilities(theta) @ (REWARDS * torch.tensor([1, gamma])).sum(1))
+    torch.testing.assert_close(found[0], -discounted[0])
+    torch.testing.assert_close(gamma * found[1:], -discounted[1:])
+    undiscounted = gradient(expected_reward)
+    torch.testing.assert_close(found[1:], -undiscounted[1:])
+    assert (found[0] + undiscounted[0]).abs().max() > 0.01
+
+
 def test_true_values_have_the_least_variance(ppo):
     def variance(values):
         advantages, _ = ppo.compute_gae(REWARDS, values, MASK, 1.0, 1.0)

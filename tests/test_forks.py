@@ -444,7 +444,7 @@ def changed_script(folder, changes, script=ROOT / "ppo_llm.py"):
 
 def test_diffs_of_the_guide_apply(tmp_path):
     diffs = guide_diffs()
-    assert len(diffs) == 3
+    assert len(diffs) == 4
     for title, changes in diffs.items():
         compile(changed_script(tmp_path, changes).read_text(), title, "exec")
 
@@ -482,6 +482,28 @@ def test_constraint_of_the_guide(tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "iter_000003")
     train(script, forget, resume="auto", **flags)
     assert read()[2]["constraint/multiplier"] == rows[2]["constraint/multiplier"]
+
+
+def test_average_of_the_guide(tmp_path):
+    """Where it keeps nothing it is the actor, where it keeps all it is the reference. It survives a resume."""
+    script = changed_script(tmp_path, guide_diffs()["A model that follows the actor"])
+    read = lambda: [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    kls = {}
+    for decay in 0.0, 0.5, 1.0:
+        flags = dict(average_coef=0.1, average_decay=decay, num_iterations=3, save_every=1)
+        train(script, **flags)
+        rows = read()
+        kls[decay] = [row["average/kl"] for row in rows]
+        if decay == 0.5:
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / "iter_000003")
+            train(script, resume="auto", **flags)
+            assert [row["average/kl"] for row in read()] == kls[decay]
+        if decay == 1.0:
+            assert kls[decay] == pytest.approx([row["objective/kl"] for row in rows], abs=1e-6)
+        shutil.rmtree(tmp_path / "run")
+    assert kls[0.0] == pytest.approx([0.0] * 3, abs=1e-6)
+    assert all(x[0] == pytest.approx(0.0, abs=1e-6) for x in kls.values())
+    assert abs(kls[1.0][2]) > abs(kls[0.5][2]) > 1e-6
 
 
 def test_tokens_of_the_guide_that_do_not_train_the_actor(tmp_path):
