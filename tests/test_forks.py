@@ -191,6 +191,19 @@ def test_bpco_has_values_in_the_range_of_the_rewards(tmp_path):
     assert (first == -0.25).all() and -1 <= second.min() < second.max() <= 0.5
 
 
+def test_bpco_bounds_only_tokens_of_the_mask(tmp_path):
+    """In the first step nothing has changed yet, also where a fork trains on every second token alone."""
+
+    def drop(ppo):
+        minibatches = ppo.minibatches
+        every_second = lambda e: dataclasses.replace(e, mask=e.mask & (torch.arange(e.mask.shape[1]) % 2 == 0))
+        ppo.minibatches = lambda experience, *args: minibatches(every_second(experience), *args)
+
+    ppo, rows, _ = run("bpco", tmp_path, drop)
+    assert experiences(ppo)[1].advantages.amax() > 0
+    assert [row["ratio/steps"][0]["clipfrac"] for row in rows] == [0.0] * len(rows)
+
+
 def assert_no_critic(ppo, folder):
     assert not ppo.calls["build_critic"]
     assert {name.split(".")[0] for name in checkpoint(folder, 2)} == {"actor", "reference"}
