@@ -16,7 +16,8 @@ import statistics
 import sys
 
 import common
-from experiments import MEAN_OF, Run, execute, mean_columns
+from common import MEAN_OF, mean_columns
+from experiments import Run, execute
 
 RESULTS = common.DATA / "cases.json"
 METRICS = {  # metric: its name in the file and in the pictures

@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import math
+import os
 import platform
 import random
 import re
@@ -40,14 +41,12 @@ QWEN_15B = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, 
 TINY = SMALL | dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=512)
 
 
-def hardware(*packages, device: str = "cpu") -> str:
-    """Device, threads and versions, also of these packages."""
+def hardware(*packages) -> str:
+    """Processor, threads and versions, also of these packages."""
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
     threads = torch.get_num_threads()
     where = f"{cpu[1] if cpu else platform.machine()}, {threads} thread{'s' * (threads > 1)}"
-    if device == "cuda":
-        where = torch.cuda.get_device_name()
     versions = [f"{package.__name__} {package.__version__}" for package in (torch, *packages)]
     return f"{where}; {', '.join(versions)}, Python {platform.python_version()}"
 
@@ -75,6 +74,19 @@ def table(columns, rows=()) -> None:
 
 def line(cells) -> None:
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+MEAN_OF = 5  # iterations: a point of a curve
+
+
+def mean_columns(rows: list[dict], names: dict[str, str]) -> dict[str, list]:
+    """Means of MEAN_OF iterations; None where a metric is missing."""
+    columns = {}
+    for name, short in names.items():
+        parts = [rows[i : i + MEAN_OF] for i in range(0, len(rows), MEAN_OF)]
+        parts = [[row[name] for row in part if row.get(name) is not None] for part in parts]
+        columns[short] = [float(f"{statistics.mean(part):.4g}") if part else None for part in parts]
+    return columns
 
 
 # --- Pictures.
@@ -244,14 +256,39 @@ def temporary_folder():
     return tempfile.TemporaryDirectory()  # as long as the process
 
 
+def random_checkpoint(context: int, shape: dict) -> tuple[str, ppo_llm.HFTokenizer]:
+    """The folder of a random Qwen2 of this shape, as long as the process, and its tokenizer."""
+    folder, tokenizer = temporary_folder().name, character_tokenizer(shape["vocab_size"])
+    write_checkpoint(folder, tokenizer, context, shape)
+    return folder, tokenizer
+
+
 @functools.cache
 def patched_script(patch: str) -> Path:
-    """The path of a copy of ppo_llm.py with forks/<patch>.patch applied."""
+    """The path of ppo_llm.py, or, if `patch` is not empty, of a copy with forks/<patch>.patch applied."""
+    if not patch:
+        return ROOT / "ppo_llm.py"
     copied = Path(temporary_folder().name, patch, "ppo_llm.py")
     copied.parent.mkdir()
     copied.write_bytes((ROOT / "ppo_llm.py").read_bytes())
     subprocess.run(["git", "apply", ROOT / "forks" / f"{patch}.patch"], cwd=copied.parent, check=True)
     return copied
+
+
+def run_script(script: Path, flags: list[str], log_dir: Path, name: str = "run") -> Path:
+    """Run the script on one thread, without checkpoints. Returns the folder of its run."""
+    command = [sys.executable, script, "--save-every", "0", *flags, "--log-dir", log_dir, "--run-name", name]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # benchmarks.tasks, also for a patched copy
+    subprocess.run(list(map(str, command)), check=True, cwd=ROOT, stdout=sys.stderr, env=env)
+    return log_dir / name
+
+
+def commit() -> str:
+    """The commit, with a plus if a file of the project differs from it."""
+    git = lambda *arguments: subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/data",
+                  ":!benchmarks/table.md").strip()  # fmt: skip
+    return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(changed)
 
 
 def runs_of_table(lines: list[str], flags: dict[str, object]):

@@ -6,17 +6,14 @@
 A run is a command of the page with another --seed. It takes at most a minute and a half of one core.
 """
 
-import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import common
-from common import ROOT
 
 RESULTS = common.DATA / "course.jsonl"
 SEEDS = 1, 2, 3
@@ -60,14 +57,13 @@ METRICS = sorted({metric for columns in COLUMNS.values() for _, metric, *_ in co
 
 
 def execute(patch: str, flags: str, seed: int) -> dict:
-    script = common.patched_script(patch) if patch else ROOT / "ppo_llm.py"
     with tempfile.TemporaryDirectory() as folder:
-        command = f"{script} {flags} --seed {seed} --log-dir {folder} --run-name run --save-every 0"
         start = time.perf_counter()
-        subprocess.run([sys.executable, *shlex.split(command)], check=True, stdout=subprocess.DEVNULL,
-                       env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+        run = common.run_script(
+            common.patched_script(patch), [*shlex.split(flags), "--seed", str(seed)], Path(folder)
+        )
         seconds = time.perf_counter() - start
-        rows = common.read_lines(Path(folder, "run", "metrics.jsonl"))
+        rows = common.read_lines(run / "metrics.jsonl")
     columns = {name: [float(f"{row.get(name, 0.0):.4g}") for row in rows] for name in METRICS}
     return {"patch": patch, "flags": flags, "seed": seed, "seconds": round(seconds), "columns": columns}
 

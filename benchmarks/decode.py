@@ -8,9 +8,7 @@ Prints tokens per second of each side on one thread of the CPU, and ratios. All 
 row ends early. Greedy tokens are compared before any timing. Our side computes log-probs and calls an environment for
 each prompt and response, `generate` returns tokens alone.
 
-With a checkpoint also the time of a decode step, from the first sampled token to the last and thus without the prefill,
-and what shares of it are two lower bounds, measured before and after: reading all weights once, which is a sum over as
-many bytes, the fastest read of those tried; and the step's matrix products alone, as `torch.nn.Linear` computes them.
+With a checkpoint also the time of a decode step, from the first sampled token to the last and thus without the prefill.
 """
 
 import statistics
@@ -99,8 +97,7 @@ def random_model(shape, rows, prompt, new, pairs):
     sizes = ", ".join(f"{key} {value}" for key, value in shape.items())
     print(f"{sizes}; {rows} rows, {prompt} + {new} tokens; {common.hardware(transformers)}; "
           f"medians of {pairs} runs of each\n")  # fmt: skip
-    folder, tokenizer = common.temporary_folder().name, common.character_tokenizer(shape["vocab_size"])
-    common.write_checkpoint(folder, tokenizer, prompt + new, shape)
+    folder, tokenizer = common.random_checkpoint(prompt + new, shape)
     common.table(["dtype", "side", "same greedy tokens", "tokens/s", "of the best `generate`"])
     for dtype in (torch.float32, torch.bfloat16):
         sides = Sides(folder, dtype, common.random_prompts(tokenizer, rows, prompt), new)
@@ -111,53 +108,20 @@ def random_model(shape, rows, prompt, new, pairs):
             common.line([str(dtype).removeprefix("torch."), name, f"{same[name]:.1%}", f"{speed:,.0f}", ratios[name]])
 
 
-def median_seconds(run) -> float:
-    """Of five runs, after one that does not count."""
-    seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
-
-
-def linear_modules(model: torch.nn.Module) -> list[torch.nn.Linear]:
-    """All that a decode step reads but for norms and embeddings of single tokens; the head is among them."""
-    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-
-
-def lower_bounds(sides: Sides, rows: int) -> tuple[float, float]:
-    """Seconds to read the weights of a step, and to multiply `rows` vectors by all of them."""
-    linear = linear_modules(sides.actor)
-    memory = torch.ones(sum(module.weight.numel() for module in linear))
-    inputs = [torch.randn(rows, module.in_features) for module in linear]
-    with torch.no_grad():
-        products = median_seconds(lambda: [module(x) for module, x in zip(linear, inputs, strict=True)])
-    return median_seconds(memory.sum), products
-
-
 def real_model(folder, rows_of_runs, new, pairs):
     print(f"{folder}, float32; {new} new tokens; {common.hardware(transformers)}; medians of {pairs} runs of each\n")
     common.table(["rows", "side", "same greedy tokens", "tokens/s", "of the best `generate`", "ms per decode step",
-                  "step, of the best `generate`", "reading weights / step", "products / step"])  # fmt: skip
-    reads = []  # seconds
+                  "step, of the best `generate`"])  # fmt: skip
     for rows in rows_of_runs:
         torch.compiler.reset()  # else the second number of rows runs code for any number
         sides = Sides(folder, torch.float32, common.sums(rows), new)
         same = sides.same_tokens()  # compiles
-        before = lower_bounds(sides, rows)
         seconds, steps = sides.measure(pairs)
-        read, products = map(statistics.mean, zip(before, lower_bounds(sides, rows), strict=True))
         ratios, step_ratios = of_best_peer(seconds), of_best_peer(steps)
         for name, mine in seconds.items():
             speed, step = rows * new / statistics.median(mine), statistics.median(steps[name])
             common.line([rows, name, f"{same[name]:.1%}", f"{speed:,.1f}", ratios[name], f"{1000 * step:.1f}",
-                         step_ratios[name], f"{read / step:.0%}", f"{products / step:.0%}"])  # fmt: skip
-        reads.append(read)
-    read_bytes = sum(module.weight.nbytes for module in linear_modules(sides.actor))
-    print(f"\n{sides.ids.shape[1]} prompt tokens. A step reads {read_bytes / 1e6:.0f} MB of weights; a sum over as "
-          f"many bytes takes {common.spread([1000 * read for read in reads])} ms, "
-          f"{read_bytes / statistics.median(reads) / 1e9:.1f} GB/s")  # fmt: skip
+                         step_ratios[name]])  # fmt: skip
 
 
 def main():

@@ -23,10 +23,9 @@ import tempfile
 from pathlib import Path
 
 import common
-from common import PICTURES, ROOT
+from common import MEAN_OF, PICTURES, ROOT, mean_columns
 
 RESULTS = common.DATA / "experiments.jsonl"
-MEAN_OF = 5  # iterations: a point of a curve
 SAMPLES = 256  # of an iteration
 COLUMNS = {  # metric: its name in a run's line
     "objective/accuracy": "accuracy", "objective/kl": "kl", "objective/entropy": "entropy",
@@ -133,8 +132,7 @@ EXPERIMENTS = {
 
 def script(run: Run) -> str:
     """The text of ppo_llm.py as the run wants it."""
-    path = common.patched_script(run.patch) if run.patch else ROOT / "ppo_llm.py"
-    text = path.read_text()
+    text = common.patched_script(run.patch).read_text()
     if run.edit == "critic after actor":
         first, second, rest = (text.index(f"        # --- {name}") for name in ("Critic", "Actor", "The sampler"))
         return text[:first] + text[second:rest] + text[first:second] + text[rest:]
@@ -157,16 +155,6 @@ def execute(run: Run, seed: int) -> tuple[str, list[dict], list[dict]]:
             command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | paths
         ).stdout
         return output, *(common.read_lines(Path(folder, "run", f"{x}.jsonl")) for x in ("metrics", "completions"))
-
-
-def mean_columns(rows: list[dict], names: dict[str, str]) -> dict[str, list]:
-    """Means of MEAN_OF iterations; None where a metric is missing."""
-    columns = {}
-    for name, short in names.items():
-        parts = [rows[i : i + MEAN_OF] for i in range(0, len(rows), MEAN_OF)]
-        parts = [[row[name] for row in part if row.get(name) is not None] for part in parts]
-        columns[short] = [float(f"{statistics.mean(part):.4g}") if part else None for part in parts]
-    return columns
 
 
 def measure(run: Run, seed: int) -> dict:

@@ -1,29 +1,22 @@
 """Three small tasks that the built-in model learns: sorting digits (the default task), sequences, guessing a number.
 
-    python benchmarks/learning_curve.py                # the default task, five seeds, ten minutes of one core
-    python benchmarks/learning_curve.py default 1 3    # some seeds
-    python benchmarks/learning_curve.py sequences      # five seeds of three runs, half an hour
-    python benchmarks/learning_curve.py guess          # three seeds, ten minutes
-    python benchmarks/learning_curve.py read runs/table/CODE/*/line.json    # adds runs that table.py has made
-    python benchmarks/learning_curve.py plot           # prints tables and draws pictures of the runs that are there
+    python benchmarks/table.py --only default dense turns                   # makes the runs, 70 minutes of one core
+    python benchmarks/learning_curve.py read runs/table/CODE/*/line.json    # adds them to data/learning_curve.jsonl
+    python benchmarks/learning_curve.py                                     # prints a table and draws the pictures
 
-Adds the runs to data/learning_curve.jsonl, where the newest run of a seed counts. Draws pictures/learning_curve.png,
-sequences.png and guess_number.png. The runs of the default task evaluate every 20 iterations, which does not change the
-training.
+The newest run of a seed counts. The pictures are learning_curve.png, sequences.png and guess_number.png. The runs of
+the default task evaluate every 20 iterations, which does not change the training.
 """
 
 import json
-import shlex
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import common
 import numpy as np
-from common import BLUE, INK, ORANGE, RED, ROOT
-from experiments import MEAN_OF, SAMPLES, mean_columns
+from common import BLUE, INK, MEAN_OF, ORANGE, RED, mean_columns
+from experiments import SAMPLES
 
 RESULTS = common.DATA / "learning_curve.jsonl"
 DENSE = "--env-id benchmarks.tasks:Dense-v0 --num-iterations 270 --max-new-tokens 7 --kl-coef 0.02 --gamma 0.5"
@@ -36,18 +29,9 @@ TASKS = {  # {task: {run: flags}}
     },
     "guess": {"guess": "--env-id benchmarks.tasks:Guess-v0 --num-iterations 270 --max-new-tokens 24"},
 }
-SEEDS = {"default": range(1, 6), "sequences": range(1, 6), "guess": range(1, 4)}
 COLUMNS = {"objective/reward": "reward", "objective/accuracy": "accuracy", "objective/response_tokens": "tokens"}
 SHOWN = 1, 40, 200  # iterations whose first logged sample is shown
 BINARY_SEARCH = 2.625  # guesses on average: 1, 2, 4 and 1 of 8 numbers are found at the first to the fourth guess
-
-
-def run(name: str, flags: str, seed: int) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, ROOT / "ppo_llm.py", *shlex.split(flags), "--seed", str(seed), "--save-every", "0",
-                   "--log-dir", folder, "--run-name", "run"]  # fmt: skip
-        subprocess.run(command, check=True, cwd=ROOT)
-        return read(Path(folder, "run"), name, seed)
 
 
 def read(folder: Path, name: str, seed: int) -> dict:
@@ -151,20 +135,18 @@ def draw_guess() -> None:
 
 
 def main():
-    task, *seeds = sys.argv[1:] or ["default"]
-    if task == "read":
-        names = {flags: name for runs in TASKS.values() for name, flags in runs.items()}
-        for name, seed, folder, _ in common.runs_of_table(seeds, names):
-            common.add_line(RESULTS, read(folder, name, seed))
-        seeds = []
-    for seed in map(int, seeds or SEEDS.get(task, ())):
-        for name, flags in TASKS[task].items():
-            common.add_line(RESULTS, run(name, flags, seed))
-    print(common.hardware())
-    table()
-    draw_default()
-    draw_sequences()
-    draw_guess()
+    match sys.argv[1:]:
+        case ["read", *lines]:
+            names = {flags: name for runs in TASKS.values() for name, flags in runs.items()}
+            for name, seed, folder, _ in common.runs_of_table(lines, names):
+                common.add_line(RESULTS, read(folder, name, seed))
+        case []:
+            table()
+            draw_default()
+            draw_sequences()
+            draw_guess()
+        case _:
+            sys.exit(__doc__)
 
 
 if __name__ == "__main__":

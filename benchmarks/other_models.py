@@ -1,8 +1,7 @@
 """What forks/any_model.patch costs, and how other models learn: docs/other_models.md has the results.
 
-    python benchmarks/other_models.py speed             # the built-in Qwen3 and that of transformers, in turns
     python benchmarks/other_models.py make gemma3_text DIR --seed 1   # a tiny random model for the default task
-    python benchmarks/other_models.py smoke             # a short form of `speed`
+    python benchmarks/table.py --only "any model time" families      # makes the runs, 40 minutes of one core
 """
 
 import argparse
@@ -10,7 +9,6 @@ import contextlib
 import itertools
 import json
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
@@ -18,11 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import common
 import transformers
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import ppo_llm  # noqa: E402
+from common import ROOT, ppo_llm
 
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
              head_dim=16, max_position_embeddings=24, bos_token_id=None, tie_word_embeddings=False)  # fmt: skip
@@ -54,7 +50,7 @@ def make(kind: str, folder: Path, seed: int):
     print(f"{kind}: {sum(p.numel() for p in model.parameters()):,} parameters in {folder}")
 
 
-def iterations(script: Path, folder: Path, number: int) -> dict:
+def iterations(script: Path, folder: str, number: int) -> dict:
     """Seconds of the processor per iteration, of which the first is left out, and the peak of the memory in MB."""
     paths = [str(Path(__file__).parent), str(script.parent)]
     code = f"import sys; sys.path[:0] = {paths}; import other_models as o; o.timed()"
@@ -87,28 +83,13 @@ def timed():
 
 def pair(number: int) -> dict[str, dict]:
     """What `iterations` returns of the built-in Qwen3, and then of the patch with that of transformers."""
-    with tempfile.TemporaryDirectory() as work:
-        patched, folder = Path(work, "patched"), Path(work, "qwen3")
-        patched.mkdir()
-        shutil.copy(ROOT / "ppo_llm.py", patched)
-        subprocess.run(["git", "apply", ROOT / "forks" / "any_model.patch"], cwd=patched, check=True)
+    scripts = {"built-in": ROOT / "ppo_llm.py", "patch": common.patched_script("any_model")}
+    with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(sys.stderr):
-            make("qwen3", folder, seed=1)
-        runs = {"built-in": iterations(ROOT / "ppo_llm.py", folder, number),
-                "patch": iterations(patched / "ppo_llm.py", folder, number)}  # fmt: skip
-        assert [Path(run["script"]).parent for run in runs.values()] == [ROOT, patched]
+            make("qwen3", Path(folder), seed=1)
+        runs = {name: iterations(script, folder, number) for name, script in scripts.items()}
+    assert [Path(run["script"]) for run in runs.values()] == list(scripts.values())
     return runs
-
-
-def speed(pairs: int, number: int):
-    ratios = []
-    for _ in range(pairs):
-        runs = pair(number)
-        ratios.append(runs["patch"]["seconds"] / runs["built-in"]["seconds"])
-        for name, found in runs.items():
-            print(f"{name} {found['seconds']:.3f} s, {found['memory']:.0f} MB", flush=True)
-        print(f"ratio {ratios[-1]:.3f}", flush=True)
-    print(f"median ratio {statistics.median(ratios):.3f} of {pairs} pairs of {number} iterations")
 
 
 def main():
@@ -118,13 +99,8 @@ def main():
     maker.add_argument("kind", choices=KINDS)
     maker.add_argument("folder", type=Path)
     maker.add_argument("--seed", type=int, default=1)
-    commands.add_parser("speed")
-    commands.add_parser("smoke")
     args = parser.parse_args()
-    if args.command == "make":
-        make(args.kind, args.folder, args.seed)
-    else:
-        speed(*((3, 12) if args.command == "speed" else (1, 2)))
+    make(args.kind, args.folder, args.seed)
 
 
 if __name__ == "__main__":

@@ -219,8 +219,7 @@ def compare(settings: dict, pairs: int):
 
 
 def random_model(shape, samples, prompt, pairs, **sizes):
-    folder, tokenizer = common.temporary_folder().name, common.character_tokenizer(shape["vocab_size"])
-    common.write_checkpoint(folder, tokenizer, prompt + sizes["longest"], shape)
+    folder, tokenizer = common.random_checkpoint(prompt + sizes["longest"], shape)
     print(", ".join(f"{key} {value}" for key, value in shape.items()))
     compare(dict(folder=folder, prompts=common.random_prompts(tokenizer, samples, prompt), **sizes), pairs)
 

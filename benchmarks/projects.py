@@ -27,11 +27,10 @@ import zlib
 from pathlib import Path
 
 import common
-from common import DATA, PICTURES, ROOT
+from common import DATA, MEAN_OF, PICTURES, ROOT
 
 PAGE = ROOT / "docs" / "projects.md"
 RESULTS = DATA / "projects.jsonl"
-MEAN_OF = 5  # iterations: a point of a curve
 COLUMNS = {  # metric: its name in projects.jsonl
     "objective/reward": "reward", "objective/accuracy": "accuracy", "objective/kl": "kl",
     "objective/entropy": "entropy", "objective/response_tokens": "tokens", "objective/truncated": "truncated",
@@ -159,17 +158,6 @@ def prepare(run: Run, folder: Path) -> None:
         subprocess.run(["git", "apply", path], cwd=folder, check=True)
 
 
-def mean_columns(rows: list[dict]) -> dict[str, list]:
-    """Means of MEAN_OF iterations; None where a metric is missing."""
-    columns = {}
-    for name, short in COLUMNS.items():
-        parts = [rows[i : i + MEAN_OF] for i in range(0, len(rows), MEAN_OF)]
-        parts = [[row[name] for row in part if row.get(name) is not None] for part in parts]
-        if any(parts):
-            columns[short] = [float(f"{statistics.mean(part):.4g}") if part else None for part in parts]
-    return columns
-
-
 def measure(run: Run, seed: int) -> dict:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -182,11 +170,13 @@ def measure(run: Run, seed: int) -> dict:
         seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
         rows = common.read_lines(folder / "run" / "metrics.jsonl")
         summary = json.loads((folder / "run" / "summary.json").read_text())
+    columns = common.mean_columns(rows, COLUMNS)
+    columns = {name: column for name, column in columns.items() if set(column) != {None}}
     kinds = "accuracy", "greedy_accuracy"
     evaluations = {f"{kind} {when}": summary[f"eval_{when}"][kind] for kind in kinds for when in ("before", "after")}
     return {
         "project": run.project, "variant": run.variant, "seed": seed, "command": run.command, "code": run.code,
-        "seconds": round(seconds), "evaluations": evaluations, "columns": mean_columns(rows),
+        "seconds": round(seconds), "evaluations": evaluations, "columns": columns,
     }  # fmt: skip
 
 

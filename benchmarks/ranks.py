@@ -2,7 +2,6 @@
 
     python benchmarks/ranks.py           # up to 4 ranks
     python benchmarks/ranks.py many      # 8 and 16, many more than cores: does it start, agree and end
-    python benchmarks/ranks.py real DIR  # two, a Hugging Face checkpoint and a few sums
     python benchmarks/ranks.py plot      # draws pictures/decoupled.png from data/rollout_ranks.json
 
 Prints the largest differences from the first run, and seconds.
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import common
 import safetensors.torch
-from common import ROOT, hardware, line, patched_script, read_lines, table
+from common import hardware, line, patched_script, read_lines, table
 
 FLAGS = (
     "--num-iterations 3 --rollout-batch-size 64 --n-samples-per-prompt 2 --train-batch-size 32 "
@@ -39,12 +38,6 @@ RUNS = {  # name: (ranks, further flags); 0 ranks: no torchrun
 MANY = {"1 process": (0, ""), "8 ranks": (8, ""), "8 ranks, 6 + 2": (8, "--critic-ranks 2"), "16 ranks": (16, ""),
         "16 ranks, 12 + 4": (16, "--critic-ranks 4"),
         "16 ranks, activation checkpointing": (16, "--activation-checkpointing")}  # fmt: skip
-REAL = {"1 process": (0, ""), "2 ranks": (2, "")}
-REAL_FLAGS = (
-    "--env-id benchmarks.tasks:Sums-v0 --num-iterations 2 --rollout-batch-size 8 --train-batch-size 4 "
-    "--micro-batch-tokens 200 --max-prompt-tokens 64 --max-new-tokens 12 --eval-episodes 2 --kl-coef 0.05 "
-    "--entropy-coef 0.01 --save-every 0"
-).split()
 SKIPPED = ("time/", "perf/")
 
 
@@ -98,7 +91,7 @@ def distances(runs: dict[str, tuple[int, str]], base_flags: list[str]):
     with tempfile.TemporaryDirectory() as work:
         for i, (name, (ranks, flags)) in enumerate(runs.items()):
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-            script = patched_script("critic_ranks") if "--critic-ranks" in flags else ROOT / "ppo_llm.py"
+            script = patched_script("critic_ranks" if "--critic-ranks" in flags else "")
             command = [sys.executable, *launch, str(script), *base_flags, *flags.split()]
             command += ["--log-dir", work, "--run-name", str(i)]
             started = time.perf_counter()
@@ -120,14 +113,10 @@ def distances(runs: dict[str, tuple[int, str]], base_flags: list[str]):
 
 
 def main() -> None:
-    runs, flags = RUNS, FLAGS
-    if sys.argv[1:2] == ["many"]:
-        runs = MANY
-    if sys.argv[1:2] == ["real"]:
-        runs, flags = REAL, [*REAL_FLAGS, "--model", sys.argv[2]]
+    runs = MANY if sys.argv[1:] == ["many"] else RUNS
     print(f"{os.cpu_count()} cores, {hardware()}\n")
     table(["run", "same responses", "largest difference of a metric", "of a weight", "start, s", "the rest, s"])
-    for name, same, count, worst, key, shift, start, rest in distances(runs, flags):
+    for name, same, count, worst, key, shift, start, rest in distances(runs, FLAGS):
         where = f" ({key.partition('/')[2].partition('/')[2]})" if worst else ""
         line([name, f"{same} of {count}", f"{worst:.1e}{where}", f"{shift:.1e}", f"{start:.0f}", f"{rest:.0f}"])
 

@@ -1,7 +1,6 @@
 """Rollout in waves (ppo_llm.py) against continuous batching (ppo_llm_continuous_batching.py) and transformers' own.
 
     python benchmarks/rollout.py              # CPU, one thread, 28 minutes; also draws pictures/occupancy.png
-    python benchmarks/rollout.py cuda         # a 0.5B shape in bfloat16, 64 and 256 slots
     python benchmarks/rollout.py cpu constant # only lengths of these names
     python benchmarks/rollout.py picture      # pictures/occupancy.png alone, from one pair of runs, a minute
     python benchmarks/rollout.py smoke        # a few seconds: does it run
@@ -28,10 +27,7 @@ from common import PICTURES, ppo_llm, spread
 import ppo_llm_continuous_batching
 
 SIDES = {"waves": ppo_llm, "continuous": ppo_llm_continuous_batching}
-CPU = dict(device="cpu", dtype=torch.float32, pairs=14, prompt=32, mean=64, longest=256, runs=[(32, 8)],
-           shape=common.SMALL)  # fmt: skip
-CUDA = dict(device="cuda", dtype=torch.bfloat16, pairs=3, prompt=128, mean=256, longest=2048, runs=[(64, 8), (256, 4)],
-            shape=common.QWEN_05B)  # fmt: skip
+CPU = dict(pairs=14, prompt=32, mean=64, longest=256, runs=[(32, 8)], shape=common.SMALL)
 SMOKE = CPU | dict(pairs=1, prompt=4, mean=4, longest=16, runs=[(4, 2)], shape=common.TINY)
 PAGED = ("paged|eager", "paged|sdpa")
 LENGTHS = ("log-normal", "exponential", "uniform", "90 / 10", "constant")
@@ -95,20 +91,16 @@ class Turns:
 class Bench:
     """One model and its prompts; `run` times a rollout of forced lengths, on any side."""
 
-    def __init__(self, device, dtype, prompt, mean, longest, pairs, runs, shape):
-        self.device, self.longest, folder = device, longest, common.temporary_folder().name
-        self.tokenizer = common.character_tokenizer(shape["vocab_size"])
-        common.write_checkpoint(folder, self.tokenizer, prompt + longest, shape)
+    def __init__(self, prompt, mean, longest, pairs, runs, shape):
+        self.longest = longest
+        folder, self.tokenizer = common.random_checkpoint(prompt + longest, shape)
         self.prompts = common.random_prompts(self.tokenizer, max(slots * waves for slots, waves in runs), prompt)
-        self.args = ppo_llm_continuous_batching.Args(max_prompt_tokens=prompt, max_new_tokens=longest,
-                                                     temperature=0.0, compile="on" if device == "cuda" else "off")
-        self.actors = {name: common.load_sampler(module, folder, dtype, device) for name, module in SIDES.items()}
+        self.args = ppo_llm_continuous_batching.Args(
+            max_prompt_tokens=prompt, max_new_tokens=longest, temperature=0.0, compile="off"
+        )
+        self.actors = {name: common.load_sampler(module, folder, torch.float32) for name, module in SIDES.items()}
         self.decoders = {}  # {(side, slots): (decoder, environments that it needs)}
-        self.peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
-
-    def synchronize(self):
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        self.peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def run(self, name: str, lengths: list[int], slots: int, turns: Turns | None = None) -> dict:
         """Seconds, tokens, decode steps, and the rows that decode over time of a rollout by `ppo_llm*.py`."""
@@ -122,14 +114,12 @@ class Bench:
         predicted = K * simulated([-(-n // K) for n in lengths], slots)
 
         def after():
-            self.synchronize()  # the rollout waits for the device now, too
             trace.append((turns.clock(name), int(blocks[-1][2])))
             turns.advance(name, len(blocks) * K / predicted)
 
         with common.forced(ppo, lengths, after) as blocks, turns.of(name):
             envs = [common.Prompts(self.prompts) for _ in range(count)]
             episodes = ppo.rollout_share(decoder, self.tokenizer, envs, seeds, seeds, 0, self.args)
-            self.synchronize()
         assert [sum(episode.mask) for episode in episodes] == lengths
         steps = len(blocks) * K
         assert steps == predicted or name == "continuous", (steps, predicted)  # where threads may be late
@@ -156,7 +146,6 @@ class Bench:
         manager = self.peer.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=config, block=True, timeout=5)  # fmt: skip
         with manager as manager:
-            self.synchronize()
             start = time.perf_counter()
             for i, n in enumerate(lengths):
                 manager.add_request(ids[i], request_id=str(i), max_new_tokens=n)
@@ -190,12 +179,11 @@ def plot(runs: dict, slots: int) -> None:
 
 def main():
     mode = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    settings = {"cpu": CPU, "picture": CPU, "cuda": CUDA, "smoke": SMOKE}[mode]
+    settings = {"cpu": CPU, "picture": CPU, "smoke": SMOKE}[mode]
     chosen = sys.argv[2:] or LENGTHS
     if unknown := set(chosen) - set(LENGTHS):
         sys.exit(f"unknown lengths {', '.join(unknown)}; there are {', '.join(LENGTHS)}")
-    if mode in ("cpu", "picture"):
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     bench = Bench(**settings)
     if mode == "picture":
@@ -203,8 +191,8 @@ def main():
         lengths = common.forced_lengths("log-normal", slots * waves, settings["mean"], settings["longest"])
         return plot(bench.run_both(lengths, slots), slots)
     pairs, sizes = settings["pairs"], ", ".join(f"{key} {value}" for key, value in settings["shape"].items())
-    print(f"{sizes}; {settings['dtype']}, prompts of {settings['prompt']} tokens, responses of at most "
-          f"{settings['longest']}; {common.hardware(transformers, device=bench.device)}; {pairs} pairs of runs for "
+    print(f"{sizes}; float32, prompts of {settings['prompt']} tokens, responses of at most "
+          f"{settings['longest']}; {common.hardware(transformers)}; {pairs} pairs of runs for "
           f"log-normal lengths, {2 * pairs} for constant ones, where little is to be told apart, "
           f"{4 * pairs} for N = B, else {min(3, pairs)}\n")  # fmt: skip
     common.table(COLUMNS)

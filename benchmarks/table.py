@@ -106,7 +106,7 @@ class Row:
     texts: dict[str, str] = dataclasses.field(default_factory=dict)  # {number: what it is called, unless as in NUMBERS}
 
 
-METRICS = "metrics.jsonl"
+METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 DEFAULT = Run(learning_curve.TASKS["default"]["default"])  # its evaluations do not change the training
 SUMS = ("--model smollm2 --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{\"split\": \"test\"}' "
         "--num-iterations 10 --actor-lr 2e-5 --train-batch-size 16 --max-prompt-tokens 64 --max-new-tokens 12 "
@@ -390,12 +390,8 @@ class Job:
 def train(job: Job, flags: str, name: str = "run", script: str = SCRIPTS[0]) -> Path:
     """Run the script, patched if the run says so. Returns the folder of its run, without weights."""
     script = common.patched_script(job.run.patch) if job.run.patch else ROOT / script
-    flags = ["--save-every", "0", *shlex.split(flags), "--seed", str(job.seed)]
-    flags = [job.model_dir if flag == "smollm2" else flag for flag in flags]
-    flags += ["--device", "cpu", "--log-dir", str(job.folder), "--run-name", name]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}  # benchmarks.tasks, also for a patched copy
-    subprocess.run([sys.executable, str(script), *flags], check=True, stdout=sys.stderr, env=env)
-    return job.folder / name
+    flags = [job.model_dir if flag == "smollm2" else flag for flag in shlex.split(flags)]
+    return common.run_script(script, [*flags, "--seed", str(job.seed), "--device", "cpu"], job.folder, name)
 
 
 def script_numbers(job: Job) -> dict:
@@ -798,7 +794,7 @@ def make_line(job: Job) -> dict:
         raise RuntimeError("the code changed while this run was made, so it does not count")
     line = {
         "row": job.row, "variant": job.variant, "seed": job.seed, "numbers": json.loads(run.stdout.splitlines()[-1]),
-        "command": job.command, "code": code, "commit": commit(), "versions": versions(),
+        "command": job.command, "code": code, "commit": common.commit(), "versions": versions(),
         "processor": common.hardware().split("; ")[0], "seconds": round(time.perf_counter() - start),
     }  # fmt: skip
     line |= {} if busy is None else {"busy_cores": busy}
@@ -807,14 +803,6 @@ def make_line(job: Job) -> dict:
     if not job.smoke:
         (job.folder / "line.json").write_text(json.dumps(line))
     return line
-
-
-def commit() -> str:
-    """The commit, with a plus if a file of the project differs from it."""
-    git = lambda *arguments: subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/data",
-                  ":!benchmarks/table.md").strip()  # fmt: skip
-    return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(changed)
 
 
 def versions() -> str:
@@ -894,7 +882,7 @@ def fingerprints(folder: Path) -> list[str]:
     the last bit. A metric that a later version adds does not change it.
     """
     responses = {}
-    for sample in common.read_lines(folder / "completions.jsonl"):
+    for sample in common.read_lines(folder / COMPLETIONS):
         responses.setdefault(sample["iteration"], []).append([sample["prompt"], sample["response"]])
     return [
         hashlib.sha256(json.dumps([
@@ -946,20 +934,23 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
         for iterations, number in stops:
             with log.open("a") as file:
                 child = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
-            while child.poll() is None and written_lines(folder / METRICS) < iterations:
+            while child.poll() is None and written_iterations(folder) < iterations:
                 time.sleep(0.05)
             if child.poll() is None:
                 send = os.killpg if number == signal.SIGKILL else os.kill
                 send(child.pid, number)
             child.wait()
-            if written_lines(folder / METRICS) < min(iterations, 2):
+            if written_iterations(folder) < min(iterations, 2):
                 tail = "\n".join(log.read_text().splitlines()[-15:])
                 raise RuntimeError(f"{job.row}, {job.variant}: the run ended with code {child.returncode}\n{tail}")
         return fingerprints(folder)[:count]
 
 
-def written_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+def written_iterations(folder: Path) -> int:
+    """The number of iterations that are whole in both files. Four completions are logged of each."""
+    lines = [path.read_bytes().count(b"\n") if (path := folder / name).exists() else 0
+             for name in (METRICS, COMPLETIONS)]  # fmt: skip
+    return min(lines[0], lines[1] // 4)
 
 
 @contextlib.contextmanager
@@ -1022,8 +1013,8 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
             of_seeds = [dataclasses.replace(job, seed=seed + 1) for seed in range(most)]
             for line in filter(None, (last_line(each, lines) for each in of_seeds)):
                 if line["code"] == old["code"]:
-                    more = {"fingerprints": now} if line["seed"] == 1 else {}
-                    add_line(line | more | {"code": job.code, "carried_from": old["code"], "carried_to": commit()})
+                    more = {"code": job.code, "carried_from": old["code"], "carried_to": common.commit()}
+                    add_line(line | more | ({"fingerprints": now} if line["seed"] == 1 else {}))
                 else:
                     print(f"{job.row}, {job.variant}, {line['seed']}: its line is of other code than seed 1")
                     complete = False

@@ -57,14 +57,10 @@ def sums(folder: str, seed: int, sampler: str, *more: str) -> None:
     names = ("ratio/first_dev", "debug/sampler_trainer_logprob_diff", "objective/reward", "time/rollout",
              "time/hand_over", "time/iteration")  # fmt: skip
     common.add_line(RESULTS, {
-        "kind": "sums", "sampler": sampler, "seed": seed, "flags": " ".join(more), "commit": commit(),
+        "kind": "sums", "sampler": sampler, "seed": seed, "flags": " ".join(more), "commit": common.commit(),
         "before": summary["eval_before"], "after": summary["eval_after"],
         "rows": [{name: row[name] for name in names} for row in rows],
     })  # fmt: skip
-
-
-def commit() -> str:
-    return subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
 
 
 def loaded(path: Path) -> types.ModuleType:
@@ -136,7 +132,7 @@ def rollouts(folder: str) -> None:
         side.hand_over()
         found = [peak_of(side.hand_over) for _ in range(PAIRS)]
         row = {"seconds": [x for x, _ in found], "MB": [x for _, x in found]}
-        common.add_line(RESULTS, {"kind": "hand-over", "sampler": side.name, "commit": commit(), **row})
+        common.add_line(RESULTS, {"kind": "hand-over", "sampler": side.name, "commit": common.commit(), **row})
     for lengths, (prompts, limit) in ROLLOUTS.items():
         for rows in 8, 64:
             chosen = prompts[: max(16, rows)]
@@ -150,7 +146,7 @@ def rollouts(folder: str) -> None:
                 per_second = [tokens / seconds for seconds, tokens in runs[1:]]
                 common.add_line(RESULTS, {
                     "kind": "rollout", "sampler": name, "lengths": lengths, "rows": rows, "samples": len(chosen),
-                    "tokens": [tokens for _, tokens in runs[1:]], "per_second": per_second, "commit": commit(),
+                    "tokens": [tokens for _, tokens in runs[1:]], "per_second": per_second, "commit": common.commit(),
                     "where": common.hardware(),
                 })  # fmt: skip
 

@@ -70,7 +70,7 @@ class Runner:
         limit = left if self.args.cpu else min(limit, left)  # a CPU may be busy
         if limit < 8:
             return self.end(name, "not begun", 0.0, "")
-        log, start = self.work / f"{name}.log", time.monotonic()
+        log, start = self.work / f"{name.replace('/', '_')}.log", time.monotonic()  # as in decode:rows=16/64
         with open(log, "w") as file:
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=self.env,
                                        start_new_session=True)  # fmt: skip
