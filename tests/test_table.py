@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shlex
 import shutil
@@ -216,6 +217,11 @@ CHANGES = {  # of the scripts: what must differ, (old, new)
 }
 
 
+@functools.cache
+def unchanged_iterations(job):
+    return table.first_iterations(job, ROOT, False)
+
+
 @pytest.mark.parametrize("name", slow_but(["a learning rate"], CHANGES))
 def test_a_change_of_the_code_shows_in_the_first_iterations(name, tmp_path, monkeypatch):
     """The run of the new code is stopped and resumed, which changes nothing."""
@@ -226,7 +232,7 @@ def test_a_change_of_the_code_shows_in_the_first_iterations(name, tmp_path, monk
     row = table.Row("", {"": table.Run(SMALL)}, ())
     monkeypatch.setitem(table.ROWS, "small", row)
     job = table.Job("small", "", 1)
-    one, other = table.first_iterations(job, ROOT, False), table.first_iterations(job, tmp_path, True)
+    one, other = unchanged_iterations(job), table.first_iterations(job, tmp_path, True)
     assert len(one) == len(other) == 3
     assert next((i for i in range(3) if one[i] != other[i]), None) == differs
 
