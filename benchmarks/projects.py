@@ -7,8 +7,8 @@
 
 The page is the source of the projects: `run` executes the commands that stand on it, with the patches and the modules
 that stand on it. A run takes about a minute of one core. A run that is in projects.jsonl is not made again, unless its
-command, its patches or its modules have changed. The projects.jsonl of the repository is from commit 4da1ad8. Move it
-away before you make runs of another version.
+command, its patches or its modules have changed. benchmarks/README.md has the commits of the repository's
+projects.jsonl. Move it away before you make runs of another version.
 """
 
 import argparse
@@ -232,6 +232,8 @@ def draw(name: str, seeds: list[int], folder: Path) -> None:
     for axis, metric in zip(axes, PROJECTS[name].drawn):
         for i, run in enumerate(runs(name)):
             curves = [row["columns"][metric] for row in of(run, seeds) if metric in row["columns"]]
+            if len(curves[0]) != len(of(runs(name)[0], seeds)[0]["columns"][metric]):
+                continue  # A run of another length stands in the table alone.
             points = [k for k, y in enumerate(curves[0] if curves else []) if y is not None]
             at_start = metric == "eval_accuracy"  # The evaluation comes before the first of the five iterations.
             x = [(k + (not at_start)) * MEAN_OF for k in points]
