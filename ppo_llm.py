@@ -218,10 +218,10 @@ class Args:
     # maximum number of tokens per microbatch on a rank; a longer sample is a microbatch of its own;
     # on GPUs of 80 GB set 16384 or more
     micro_batch_tokens: int = 4096
-    ppo_epochs: int = 2  # number of epochs that the actor is trained on each rollout
-    # number of epochs that the critic is trained on each rollout, by default --ppo-epochs; 0: there
-    # is no critic, all values are 0, and an advantage, before it is whitened, is the sum of the
-    # rewards of its token and of later ones, discounted by gamma * lambda
+    ppo_epochs: int = 2  # actor epochs per rollout
+    # critic epochs per rollout, by default --ppo-epochs; 0: there is no critic, values are 0, and an
+    # advantage, before it is whitened, is the sum of the rewards of its token and of later ones,
+    # discounted by gamma * lambda
     critic_epochs: int | None = None
     # learning rate of the actor at the start; default: 1e-5 if --model is given, else 5e-4
     actor_lr: float | None = None
@@ -1009,7 +1009,7 @@ ROPE_TYPES = "default", "linear", "dynamic", "yarn", "llama3"
 
 
 def check_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Refuse what the Transformer below does not compute. Fill in head_dim where it is missing."""
+    """Reject what the Transformer below does not compute. Fill in head_dim where it is missing."""
     if config.model_type not in ("llama", "mistral", "qwen2", "qwen3"):
         raise ValueError(
             f"model_type {config.model_type!r}: must be llama, mistral, qwen2, qwen3; for other "
