@@ -228,12 +228,14 @@ def draw(name: str, seeds: list[int], folder: Path) -> None:
     """A thick line is the median of the seeds. A thin line is one seed."""
     import matplotlib.pyplot as plt
 
+    length = lambda row: len(row["columns"]["reward"])
     figure, axes = plt.subplots(1, 2, figsize=(8, 2.6), layout="constrained")
     for axis, metric in zip(axes, PROJECTS[name].drawn):
         for i, run in enumerate(runs(name)):
-            curves = [row["columns"][metric] for row in of(run, seeds) if metric in row["columns"]]
-            if len(curves[0]) != len(of(runs(name)[0], seeds)[0]["columns"][metric]):
+            rows = of(run, seeds)
+            if length(rows[0]) != length(of(runs(name)[0], seeds)[0]):
                 continue  # A run of another length stands in the table alone.
+            curves = [row["columns"][metric] for row in rows if metric in row["columns"]]
             points = [k for k, y in enumerate(curves[0] if curves else []) if y is not None]
             at_start = metric == "eval_accuracy"  # The evaluation comes before the first of the five iterations.
             x = [(k + (not at_start)) * MEAN_OF for k in points]

@@ -239,3 +239,12 @@ def test_a_sum_and_its_swapped_sum_are_on_one_side_of_the_split():
         assert len({*train, *test}) == 100**digits
         assert not {(b, a) for a, b in test} & set(train)
     assert tasks.Sums(order=1).rows != tasks.Sums(order=2).rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", projects.PROJECTS)
+def test_a_project_is_drawn(name, tmp_path):
+    """Also where some of its runs have no critic, or more iterations than the others."""
+    pytest.importorskip("matplotlib").use("Agg")
+    projects.draw(name, SEEDS, tmp_path)
+    assert (tmp_path / f"project_{name}.png").stat().st_size > 1000
