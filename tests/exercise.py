@@ -407,6 +407,8 @@ class Unloadable(Exception):
 def serve(sender, dump: str, name: str, path: str, limit: float, enclose: Callable):
     """In the process: load the file, try its rules, and send what comes of it, in JSON."""
     os.setsid()  # The group of this process ends with it.
+    # tqdm makes a lock. This kind has no name, which would be reported as leaked when the process is killed.
+    multiprocessing.set_start_method("fork", force=True)
     enclose()
     sys.stdout.reconfigure(line_buffering=True)
     send = lambda *message: sender.send_bytes(json.dumps(message).encode())
