@@ -35,9 +35,9 @@ QUESTIONS = ["Why is the sky blue?", "Name three rivers.", "Say hello.", "Write 
              "Tell me a story about a dog.", "What is a verb?", "Is ice cold? Answer yes or no."]  # fmt: skip
 ROLLOUTS = {  # name: (prompts, largest number of new tokens)
     "answers of 12 tokens": (common.sums(64), 12),
-    "answers of 2 to 160 tokens": ([QUESTIONS[i % 8] for i in range(64)], 160),
+    "answers of 2 to 96 tokens": ([QUESTIONS[i % 8] for i in range(64)], 96),
 }
-PAIRS = 5
+PAIRS = 3
 
 
 def script(patch: str | None) -> Path:
@@ -80,7 +80,7 @@ class Side:
         self.ppo = loaded(twin if name == "continuous batching" else script(patch))
         self.folder, self.name, self.decoders = folder, name, {}
         more = {"vllm_cache_gb": 1.0} if patch else {}
-        sizes = dict(max_prompt_tokens=64, max_new_tokens=160, rollout_batch_size=64, train_batch_size=64)
+        sizes = dict(max_prompt_tokens=64, max_new_tokens=96, rollout_batch_size=64, train_batch_size=64)
         self.args = self.ppo.fill_in_defaults(self.ppo.Args(model=folder, device="cpu", compile="off", **sizes, **more))
         if patch:
             self.engine = self.ppo.Engine(self.args)
