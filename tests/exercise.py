@@ -114,7 +114,8 @@ BLANKS = {
         experience.rewards [N, T] already has the rewards of the environment, each at its token.
         There are `episodes`, with episode.stop, episode.score and episode.ids, and experience.old_logprobs and
         experience.ref_logprobs (NaN without a reference), [N, T] each.
-        - episode.score, of a reward model, is added at the last token of an episode, in experience.rewards.
+        - episode.score, of a reward model (0.0 without one), is added at the last token of an episode, in
+          experience.rewards.
         - An episode whose stop is "length" was cut. It loses args.truncation_penalty at its last token, for good: in
           experience.rewards, which is logged.
         - If there is args.kl_coef and no args.kl_loss, `rewards` are experience.rewards reduced at every token by
@@ -543,7 +544,8 @@ def check_bug(letter: str, results: Iterator[Result], say=print) -> list[str]:
     results = list(results)
     broken = [words for words, _, kind, _ in results if kind != HOLDS]
     if not broken:
-        say(f"holds  {results[0].words}\nholds  all {len(results) - 1} rules of part 1\n\nThe bug is gone.")
+        say(f"holds  {results[0].words}\nholds  all {len(results) - 1} rules of part 1\n\nThe bug is gone. "
+            f"Compare it with the script: python {tool()} solution {letter}")
         return broken
     for result in results:
         if result.kind == ENDED:
@@ -787,7 +789,7 @@ def main() -> int:
         return 0
     if verb == "check" and rest[0] in BLANKS:
         return check(rest[0], Path(*rest[1:] or [FILE]))
-    from exercise_bugs import BUGS
+    from exercise_bugs import BUGS, INVISIBLE
 
     known = {"blank": [*BLANKS, "all"], "bug": BUGS}.get(verb, {**BLANKS, **BUGS})
     for name in rest if verb == "blank" else rest[:1]:
@@ -804,8 +806,11 @@ def main() -> int:
         print_solution(name)
         return 0
     write(name)
-    print(f"{FILE} is ppo_llm.py with a bug. Compare these two runs:")
-    print(f"  {BUGS[name].command(FILE)}\n  {BUGS[name].command(os.path.relpath(SCRIPT))}")
+    if name in INVISIBLE:
+        print(f"{FILE} is ppo_llm.py with a bug that no metric shows. Read the code.")
+    else:
+        print(f"{FILE} is ppo_llm.py with a bug. Compare these two runs:")
+        print(f"  {BUGS[name].command(FILE)}\n  {BUGS[name].command(os.path.relpath(SCRIPT))}")
     print(f"Then: python {tool()} check {name}")
     return 0
 

@@ -322,7 +322,7 @@ BUGS = {
     # --- No metric shows it
     "X": Bug("feedback_in_the_mask", "Only tokens that the policy sampled are trained on.",
              given_text_is_no_action, ()),
-    "Y": Bug("noise_without_iteration", "Two iterations draw different noise for the same prompt.",
+    "Y": Bug("noise_without_iteration", "Two samples of any iterations and positions have different keys of noise.",
              noise_has_four_causes, ()),
     "Z": Bug("export_is_the_reference", "The folder model/ has the weights that the last evaluation used.",
              export_is_the_actor, ()),

@@ -41,7 +41,9 @@ LETTER = """# {name}
 **bodies.py** is ppo_llm.py without {bodies}. Write what is missing between the lines with `>>>` and `<<<`, and leave
 the rest as it is. `python tests/exercise.py check NAME {folder}/bodies.py` tries the rules of a body.
 
-**bug.py** is ppo_llm.py with a bug. It shows in the metrics of a short run. Compare these two:
+**bug.py** is ppo_llm.py with a bug. It shows in the metrics of a short run. (Two checks of check_iteration are turned
+off as well, by `if False:`. They are not the bug: they would end some runs with an error that names it.) Compare these
+two:
 
     python {folder}/bug.py {flags} --run-name sick
     python ppo_llm.py {flags} --run-name healthy

@@ -28,6 +28,11 @@ BETA = 0.3
 PAIRS = torch.tensor(list(itertools.product(range(9), repeat=2)))  # [81, 2]
 
 
+@pytest.fixture(autouse=True)
+def the_same_numbers_alone_and_in_any_order():
+    RANDOM.manual_seed(1)
+
+
 def logprobs_of(theta):
     return theta.log_softmax(1)[STATES, RESPONSES]  # [9, 2]
 

@@ -1,5 +1,6 @@
 """The exercises: blanks fail, solutions pass, typical mistakes are named, and the checks of bugs see them."""
 
+import contextlib
 import functools
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 
 import exercise
 import exercise_bodies
@@ -14,8 +16,10 @@ import exercise_bugs
 import exercise_rules
 import plant_faults
 import pytest
+import torch
 import tyro
 from conftest import ROOT, slow_but
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.shared
 SCRIPT = exercise.SCRIPT.read_text()
@@ -672,6 +676,20 @@ def test_the_solutions_of_the_page_are_the_bugs():
         for line in diff.splitlines():
             signs = {"-": [sick], "+": [lines_of(SCRIPT)], " ": [sick, lines_of(SCRIPT)]}
             assert all(has(lines, line[1:]) for lines in signs[line[0]]), (letter, line)
+
+
+@pytest.mark.parametrize("letter", ["X", "Y", pytest.param("Z", marks=pytest.mark.slow)])
+def test_the_tests_of_the_solutions_fail_because_of_their_bugs(letter, tmp_path):
+    text = re.search(rf"(?ms)^### {letter}\..*?^```python\n(.*?)^```", SOLUTIONS)[1]
+    for sick in True, False:
+        name = "sick" if sick else "well"
+        ppo = exercise.load(f"{name}.py", exercise.bug_text(letter) if sick else SCRIPT)
+        names = dict(ppo=ppo, types=types, torch=torch, load_file=load_file)
+        exec(text, names)
+        [test] = [x for name, x in names.items() if name.startswith("test_")]
+        arguments = [tmp_path / name] if "tmp_path" in text else []
+        with pytest.raises(AssertionError) if sick else contextlib.nullcontext():
+            test(*arguments)
 
 
 def test_the_tables_of_the_page_are_those_of_the_runs():
