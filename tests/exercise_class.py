@@ -168,14 +168,14 @@ def word_for(kind: str, lines: list[str]) -> str:
     return found[-1] if found else "error"
 
 
-def try_file(name: str, text: bytes | None) -> tuple[int, str, list[bool]]:
+def try_file(name: str, text: bytes | None, limit: float) -> tuple[int, str, list[bool]]:
     """(how many rules of an exercise hold, an error in a word or "", whether each rule that was tried holds)"""
     if text is None:
         return 0, "missing", []
     results, error = [], ""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("handed_in.py").write_bytes(text)
-        tried = exercise.try_in_process(name, "handed_in.py", seconds=FILE_SECONDS, enclose=enclose)
+        tried = exercise.try_in_process(name, "handed_in.py", limit, FILE_SECONDS, enclose)
         try:
             for result in tried:
                 results.append(result.kind == HOLDS)
@@ -186,8 +186,11 @@ def try_file(name: str, text: bytes | None) -> tuple[int, str, list[bool]]:
     return sum(results), error, results
 
 
-def grade(folder: Path, secret: str, table: Path, bodies: list[str]):
-    """Write a line for each student into `table`. All files are read before the first one runs."""
+def grade(folder: Path, secret: str, table: Path, bodies: list[str], limit: float):
+    """Write a line for each student into `table`. All files are read before the first one runs.
+
+    A rule may take `limit` seconds.
+    """
     names = sorted(path.name for path in folder.iterdir() if path.is_dir())
     if not names:
         raise ValueError(f"{folder} has no folders")
@@ -204,8 +207,8 @@ def grade(folder: Path, secret: str, table: Path, bodies: list[str]):
         writer.writerow(["name", *bodies, "rules", "of", "error", "bug", "bug_rules", "bug_of", "bug_error", "seconds"])
         for name in names:
             start = time.monotonic()
-            tried = {body: try_file(body, handed_in[name, BODIES]) for body in bodies}
-            held, bug_error, results = try_file(draw(name, secret), handed_in[name, BUG])
+            tried = {body: try_file(body, handed_in[name, BODIES], limit) for body in bodies}
+            held, bug_error, results = try_file(draw(name, secret), handed_in[name, BUG], limit)
             is_gone = results[:1] == [True]
             bug = "found" if held == of_bug else "something else is wrong" if is_gone else "there" if results else ""
             writer.writerow([
@@ -283,6 +286,7 @@ def main(words: list[str]) -> int:
     one.add_argument("--secret", **secret)
     one.add_argument("--to", type=Path, default=Path("grades.csv"), help="the table, by default grades.csv")
     one.add_argument("--bodies", **bodies)
+    one.add_argument("--limit", type=float, default=exercise.TIME_LIMIT, help="seconds for each rule, by default 60")
     one = verbs.add_parser("race", help="count the samples that a file needs until nine in ten answers are right")
     one.add_argument("file", type=Path, help="a changed ppo_llm.py")
     one.add_argument("--seed", type=int, required=True, help="the seed of the run")
@@ -291,7 +295,7 @@ def main(words: list[str]) -> int:
         if args.verb == "handout":
             handout(args.roster, args.secret, args.to, args.bodies)
         elif args.verb == "grade":
-            grade(args.folder, args.secret, args.to, args.bodies)
+            grade(args.folder, args.secret, args.to, args.bodies, args.limit)
         else:
             return race(args.file, args.seed)
     except (ValueError, OSError) as error:
