@@ -24,7 +24,7 @@ OTHERS = (
     "find-links watch patches "
     "nodes ntasks-per-node gpus-per-node cpus-per-task time signal requeue open-mode dependency job-name "  # of sbatch
     "signals-to-handle standalone "
-    "explain secret bodies"
+    "explain secret bodies limit"
 ).split()
 
 
