@@ -44,7 +44,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "ppo_llm.py"
 FILE = Path("exercise.py")
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+# The folder of this file comes first, because the root folder may have an exercise.py of a student.
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 
 @dataclass

@@ -198,7 +198,7 @@ def grade(folder: Path, secret: str, table: Path, bodies: list[str], limit: floa
     if not namespaces_are_permitted():
         print("This system permits no namespaces. Students' files can reach the network and other processes.")
     # What the many processes need is imported once, before a file of a student runs. Python 3.11 finds it by this only.
-    os.environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in (exercise.ROOT, Path(__file__).parent))
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in (Path(__file__).parent, exercise.ROOT))
     exercise.PRELOADED += ["ppo_llm", "exercise", "exercise_bugs", "plant_faults"]
     rules = {body: len(exercise.rules_of(body)) for body in bodies}
     of_bug = len(exercise.rules_of(draw("", secret)))

@@ -186,6 +186,23 @@ def test_forty_students_are_graded_by_one_command(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alive", "class", "grades.csv", "roster"]
 
 
+@pytest.mark.slow
+def test_an_exercise_of_somebody_in_the_root_folder_is_not_run(tmp_path):
+    (tmp_path / "tests").mkdir()
+    for path in (*ROOT.glob("ppo_llm*.py"), *(ROOT / "tests").glob("*.py"), ROOT / "tests" / "faults.txt"):
+        (tmp_path / path.relative_to(ROOT)).write_bytes(path.read_bytes())
+    (tmp_path / "exercise.py").write_text("open('was_run', 'w')")
+    (tmp_path / "roster").write_text("Ann")
+    for words in "handout roster --secret s --bodies schedule", "grade handout --secret s --bodies schedule":
+        if words.startswith("grade"):
+            bodies = tmp_path / "handout" / "Ann" / "bodies.py"
+            bodies.write_text(filled(bodies.read_text(), RIGHT))
+        done = subprocess.run([sys.executable, "tests/exercise.py", *words.split()], cwd=tmp_path, capture_output=True)
+        assert done.returncode == 0, done
+    [row] = csv.DictReader((tmp_path / "grades.csv").open())
+    assert row["schedule"] == str(RULES) and row["bug"] == "there" and not (tmp_path / "was_run").exists()
+
+
 # === Race ===
 
 RUNNER = """
