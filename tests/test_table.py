@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import tyro
-from conftest import ROOT, slow_but
+from conftest import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 import cases
@@ -222,7 +222,8 @@ def unchanged_iterations(job):
     return table.first_iterations(job, ROOT, False)
 
 
-@pytest.mark.parametrize("name", slow_but(["a learning rate"], CHANGES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_the_code_shows_in_the_first_iterations(name, tmp_path, monkeypatch):
     """The run of the new code is stopped and resumed, which changes nothing."""
     differs, (old, new) = CHANGES[name]
