@@ -6,7 +6,7 @@
     python benchmarks/vllm_sampler.py table              # prints the tables
 
 The results are lines of data/vllm.jsonl. The first two need the environment of benchmarks/vllm.sh. A run of sums takes
-seven minutes of one core. In `rollouts` all samplers are in one process, with the same weights, prompts and limit, and
+ten minutes of one core. In `rollouts` all samplers are in one process, with the same weights, prompts and limit, and
 play in turn. Their samples differ, since their noise does, so the measure is tokens per second.
 """
 
