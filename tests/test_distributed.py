@@ -237,7 +237,7 @@ def test_the_batch_script_of_slurm_stops_and_resumes_a_run(ppo, tmp_path):
         (tmp_path / "bin" / name).chmod(0o755)
     page = (Path(__file__).parent.parent / "docs" / "slurm.md").read_text()
     [script] = re.findall(r"(?m)^    (#!/bin/bash\n(?:(?:    .*)?\n)+)", page)
-    flags = SMALL | dict(num_iterations=30, env_id="environments:Held-v0")
+    flags = SMALL | dict(num_iterations=12, env_id="environments:Held-v0")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     script = script.replace("--nproc-per-node 8", "--nproc-per-node 2").replace("ppo_llm.py", ppo.__file__)
     script = script.replace(" ...\n", f" {shlex.join(flags)}\n")
@@ -267,9 +267,9 @@ def test_the_batch_script_of_slurm_stops_and_resumes_a_run(ppo, tmp_path):
     (tmp_path / "hold").unlink()
     _, output = finish(first, timeout=600)
     done = len(lines(run))
-    assert status() == "interrupted" and (tmp_path / "requeued").exists() and 2 <= done < 30, output
+    assert status() == "interrupted" and (tmp_path / "requeued").exists() and 2 <= done < 12, output
     (tmp_path / "requeued").unlink()
     _, output = finish(job(1), timeout=600)
     assert f"resuming from {run}/checkpoints/iter_{done:06d}" in output, output
-    assert [row["iteration"] for row in lines(run)] == list(range(30))
+    assert [row["iteration"] for row in lines(run)] == list(range(12))
     assert status() == "completed" and not (tmp_path / "requeued").exists()
