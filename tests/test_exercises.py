@@ -686,7 +686,7 @@ def test_the_tests_of_the_solutions_fail_because_of_their_bugs(letter, tmp_path)
         ppo = exercise.load(f"{name}.py", exercise.bug_text(letter) if sick else SCRIPT)
         names = dict(ppo=ppo, types=types, torch=torch, load_file=load_file)
         exec(text, names)
-        [test] = [x for name, x in names.items() if name.startswith("test_")]
+        [test] = [x for key, x in names.items() if key.startswith("test_")]
         arguments = [tmp_path / name] if "tmp_path" in text else []
         with pytest.raises(AssertionError) if sick else contextlib.nullcontext():
             test(*arguments)
