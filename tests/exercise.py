@@ -781,7 +781,9 @@ def main() -> int:
     if verb == "blank" and (rest == ["all"] or set(rest) <= BLANKS.keys()):  # quickly: the other imports take seconds
         names = [name for name in BLANKS if name in rest or rest == ["all"]]
         write(*names)
-        print(f"{FILE} is ppo_llm.py without {', '.join(BLANKS[name].title for name in names)}.")
+        titles = [BLANKS[name].title for name in names]
+        parts = ", ".join(titles) if len(titles) < 4 else f"the bodies of {len(titles)} exercises"
+        print(f"{FILE} is ppo_llm.py without {parts}.")
         print("Write what is missing there:")
         for i, line in enumerate(FILE.read_text().splitlines(), 1):
             if found := re.match(r" *# >>> Your part of `(\w+)` begins here", line):

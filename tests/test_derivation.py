@@ -131,7 +131,10 @@ def test_true_values_have_the_least_variance(ppo):
 
 def test_the_performance_difference_is_exact_for_any_two_policies(ppo):
     for new, old in (POLICY, OLD), (OLD, POLICY), (REFERENCE, 5 * OLD):
-        advantages = true_advantages(ppo, old).sum(1)
+        of_tokens = true_advantages(ppo, old)
+        for at_state, weights in (of_tokens[::3, 0], old[:1]), (of_tokens[:, 1].view(3, 3), old[1:]):
+            assert (weights.softmax(1) * at_state).sum(1).abs().max() < 1e-12  # mean 0 in each state
+        advantages = of_tokens.sum(1)
         torch.testing.assert_close(probabilities(new) @ advantages, expected_reward(new) - expected_reward(old))
         assert abs(probabilities(old) @ advantages) < 1e-12
         of_the_new = true_advantages(ppo, new).sum(1)  # which are not the right ones
