@@ -235,8 +235,8 @@ def draw(name: str, seeds: list[int], folder: Path) -> None:
             rows = of(run, seeds)
             if length(rows[0]) != length(of(runs(name)[0], seeds)[0]):
                 continue  # A run of another length stands in the table alone.
-            curves = [row["columns"][metric] for row in rows if metric in row["columns"]]
-            points = [k for k, y in enumerate(curves[0] if curves else []) if y is not None]
+            curves = [row["columns"][metric] for row in rows]
+            points = [k for k, y in enumerate(curves[0]) if y is not None]
             at_start = metric == "eval_accuracy"  # The evaluation comes before the first of the five iterations.
             x = [(k + (not at_start)) * MEAN_OF for k in points]
             for curve in curves:

@@ -104,7 +104,7 @@ ANSWERS = {"right": (RIGHT, (6, "")), "constant": ("return first", (1, "")), "be
 # {what a file does: (its body, the rules that hold and the error)}; a text with "def" takes the place of the whole file
 HOSTILE = {
     "does not parse": ("def f(:", (0, "syntax")),
-    "loops": ("while True: pass", (0, "time")),
+    "loops": ("while True:\n    open('LOOPED', 'a').write('x')\n    time.sleep(0.05)", (0, "time")),
     "prints": (f"import sys; sys.stdout.write('x' * 10**7); print('y' * 10**7, file=sys.stderr)\n{RIGHT}", (6, "")),
     "exits": ("os._exit(0)", (0, "exit")),
     "exits as it is loaded": ("raise SystemExit\ndef linear_schedule(): pass", (0, "exit")),
@@ -146,7 +146,9 @@ def test_forty_students_are_graded_by_one_command(tmp_path):
                 text = bodies.read_text() if body is None else filled(bodies.read_text(), body)
                 if body and "def " in body:
                     text = body
-                text = text.replace("ALIVE", str(tmp_path / "alive")).replace("PORT", str(server.getsockname()[1]))
+                for word, value in {"ALIVE": tmp_path / "forked", "LOOPED": tmp_path / "looped",
+                                    "PORT": server.getsockname()[1]}.items():  # fmt: skip
+                    text = text.replace(word, str(value))
                 bodies.write_text(text)
                 if not name.startswith(("12", "13", "14")):
                     bug.unlink()
@@ -180,10 +182,11 @@ def test_forty_students_are_graded_by_one_command(tmp_path):
     assert bugs[12:15] == [("there", ""), ("found", ""), ("something else is wrong", "")]
     assert {*bugs[:12], *bugs[15:]} == {("", "missing")}
     assert rows[[*names][13]]["bug_rules"] == rows[[*names][13]]["bug_of"]
-    alive = (tmp_path / "alive").stat().st_size
+    sizes = lambda: [(tmp_path / name).stat().st_size for name in ("forked", "looped")]
+    written = sizes()
     time.sleep(0.5)
-    assert alive == (tmp_path / "alive").stat().st_size > 0  # What was forked has ended.
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alive", "class", "grades.csv", "roster"]
+    assert written == sizes() and min(written) > 0  # What was forked has ended, and so has the loop.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["class", "forked", "grades.csv", "looped", "roster"]
 
 
 @pytest.mark.slow
@@ -211,7 +214,7 @@ import gymnasium as gym
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 env, held_out = (gym.make(flags["--env-id"], disable_env_checker=True, **json.loads(flags[name])).unwrapped
                  for name in ("--env-kwargs", "--eval-env-kwargs"))
-for i in range(900):
+for i in range(1300):
     prompt, _ = held_out.reset(seed=i)
     held_out.step("wrong")  # does not count
     prompt, _ = env.reset(seed=2**20 + i + int(flags["--seed"]))
@@ -229,7 +232,7 @@ def test_a_race_counts_the_training_samples_until_nine_in_ten_are_right(tmp_path
     assert int(found[1]) == first
     (tmp_path / "slow.py").write_text(RUNNER.replace("SHARE", "2"))
     assert call("race", tmp_path / "slow.py", "--seed", 7) == 1
-    assert "not reached: after 896 samples" in capsys.readouterr().out
+    assert "not reached: after 1280 samples" in capsys.readouterr().out
     (tmp_path / "broken.py").write_text("import sys; sys.exit('error: no such flag')")
     assert call("race", tmp_path / "broken.py", "--seed", 7) == 1
     assert "not reached: after 0 samples" in (said := capsys.readouterr().out) and "error: no such flag" in said

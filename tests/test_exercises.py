@@ -8,11 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 import types
 
 import exercise
 import exercise_bodies
 import exercise_bugs
+import exercise_class
 import exercise_rules
 import plant_faults
 import pytest
@@ -543,6 +545,24 @@ def test_a_file_that_does_not_end_or_ends_its_process_is_told_apart(tmp_path, mo
     assert broken == ["At progress 0 the value is `first`."]
     assert all(part in said[0] for part in parts) and len(said[0].splitlines()) < 6, said
     assert said[1] == "\n0 of 6 rules hold. 5 were not tried."
+
+
+@pytest.mark.parametrize("enclose", [int, exercise_class.enclose])
+def test_all_rules_together_have_a_limit_too_and_what_was_forked_ends(enclose, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(SCHEDULE.format("""if not os.fork():
+        while True:
+            open("alive", "a").write("x")
+            time.sleep(0.05)
+    time.sleep(99)""") + "import os, time\n")
+    start = time.monotonic()
+    [result] = exercise.try_in_process("schedule", "mine.py", seconds=3, enclose=enclose)
+    assert result.kind == exercise.ENDED and "has no result after 3 seconds" in result.lines[0]
+    assert time.monotonic() - start < 60  # with the start of the process that forks
+    time.sleep(0.5)  # The end of a process ends those of its namespace a little later.
+    alive = (tmp_path / "alive").stat().st_size
+    time.sleep(0.3)
+    assert alive == (tmp_path / "alive").stat().st_size > 0
 
 
 def test_a_file_that_cannot_be_loaded_has_no_rules(tmp_path, monkeypatch):

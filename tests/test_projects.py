@@ -49,8 +49,9 @@ def test_the_commands_of_the_page_are_valid(patch, tmp_path, monkeypatch):
         projects.prepare(run, tmp_path)
     ppo = load(tmp_path / "ppo_llm.py") if patch else importlib.import_module("ppo_llm")
     for run in runs:
-        args = tyro.cli(ppo.Args, args=flags_of(run))
-        with ppo.make_envs(ppo.fill_in_defaults(args)) as envs:
+        args = ppo.fill_in_defaults(tyro.cli(ppo.Args, args=flags_of(run)))
+        args.rollout_batch_size = args.n_samples_per_prompt = 1  # an environment, not 256
+        with ppo.make_envs(args) as envs:
             pass
         prompt, info = envs[0].reset(seed=ppo.FIRST_TRAINING_SEED)
         assert prompt.endswith("=") and len(envs[0].step(info["demonstration"])) == 5
@@ -244,7 +245,12 @@ def test_a_sum_and_its_swapped_sum_are_on_one_side_of_the_split():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", projects.PROJECTS)
 def test_a_project_is_drawn(name, tmp_path):
-    """Also where some of its runs have no critic, or more iterations than the others."""
+    """The runs of its first length, with their names."""
     pytest.importorskip("matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
     projects.draw(name, SEEDS, tmp_path)
+    lengths = {run.variant: len(projects.of(run, SEEDS)[0]["columns"]["reward"]) for run in projects.runs(name)}
+    drawn = [variant for variant, length in lengths.items() if length == next(iter(lengths.values()))]
+    assert [text.get_text() for text in plt.gcf().axes[0].get_legend().get_texts()] == drawn
     assert (tmp_path / f"project_{name}.png").stat().st_size > 1000
