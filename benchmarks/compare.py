@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py runs/mine             # a few seconds; beside the runs of the same task
     python benchmarks/compare.py runs/mine --task sums
+    python benchmarks/compare.py same runs/a runs/b        # the metrics of which two runs differ by more than rounding
     python benchmarks/compare.py check default             # is each healthy run inside the bands of the others?
     python benchmarks/compare.py errors default            # how often is a healthy run outside?
     echo "COMMIT COMMAND" | python benchmarks/compare.py add sums runs/a ...    # adds runs to data/reference.jsonl
@@ -15,12 +16,16 @@ to another. The other is SHARE times the range of the mean over the run, but at 
 because a few reference runs may be closer to each other than seeds usually are. Numbers below those of SMALLEST count
 as equal to them: they all mean that the policy hardly moves, and late in a run they differ by large factors.
 
+`same` prints a line for each metric that differs by more than RELATIVE of the larger number and by more than ABSOLUTE,
+with the first iteration in which it does. Times and memory are left out. It is meant for the checks of a fork.
+
 The data also has healthy runs that are no references, of the task NAME "default, other seeds". `check` compares each
 reference run with the others, and these runs with all references. `errors` draws references from all healthy runs at
 random, compares one of the other runs with them, and counts how often it is outside.
 """
 
 import collections
+import itertools
 import json
 import signal
 import sys
@@ -40,6 +45,7 @@ LOGARITHMIC = ("actor/approx_kl", "actor/grad_norm", "critic/value_loss")
 MAY_DIFFER = ("seed", "run_name", "log_dir", "resume", "save_every", "eval_every", "eval_episodes", "track",
               "wandb_project", "rollout_slots", "micro_batch_tokens", "compile", "device")  # fmt: skip
 SMALLEST = {"actor/approx_kl": 0.003, "actor/clipfrac": 0.01}
+RELATIVE, ABSOLUTE = 1e-3, 1e-5
 OTHER_SEEDS = ", other seeds"  # in the name of the task
 WIDTH, SHARE, LEVEL = 4.25, 0.1, 0.01  # Of 600 normal numbers one is 4.25 standard deviations off in 1 % of all runs.
 
@@ -224,6 +230,49 @@ def main(folder: str, task: str | None = None) -> bool:
     return left is None
 
 
+def numbers_of(row: dict) -> dict[str, list]:
+    """{metric: its number, or one for each step of the actor} of an iteration, without times and memory."""
+    left_out = "iteration", "time/", "perf/", "ratio/steps"
+    numbers = {name: [x] for name, x in row.items() if not name.startswith(left_out)}
+    for step in row.get("ratio/steps", []):
+        for name, x in step.items():
+            numbers.setdefault(f"each step: {name}", []).append(x)
+    return numbers
+
+
+def differ(x: float | str | None, y: float | str | None) -> bool:
+    """None stands for NaN."""
+    if not isinstance(x, int | float) or not isinstance(y, int | float):
+        return x != y
+    return abs(x - y) > max(ABSOLUTE, RELATIVE * max(abs(x), abs(y)))
+
+
+def print_differences(*folders: str) -> bool:
+    """Prints which metrics of two runs differ. True if one does, or if one run has more iterations or steps."""
+    try:
+        mine, other = ([numbers_of(row) for row in read_run(Path(folder))[1]] for folder in folders)
+    except ValueError as error:
+        sys.exit(str(error))
+    first, alone = {}, {}  # {metric: (iteration, mine, other)}, {metric: the folder that has it}
+    for iteration, (a, b) in enumerate(zip(mine, other), 1):
+        for name in a | b:
+            if name not in a or name not in b:
+                alone.setdefault(name, folders[name in b])
+            elif pairs := [pair for pair in itertools.zip_longest(a[name], b[name]) if differ(*pair)]:
+                first.setdefault(name, (iteration, *pairs[0]))
+    for name, folder in alone.items():
+        print(f"only {folder} has {name}")
+    if first:
+        print("| metric | first at iteration | {} | {} |\n|---|---|---|---|".format(*folders))
+    for name, (iteration, x, y) in first.items():
+        print(f"| {name} | {iteration} | {x} | {y} |")
+    count = len({name for row in (*mine, *other) for name in row})
+    if len(mine) != len(other):
+        print(f"{folders[0]} has {len(mine)} iterations, {folders[1]} has {len(other)}")
+    print(f"{len(first)} of {count} metrics differ in {min(len(mine), len(other))} iterations")
+    return bool(first) or len(mine) != len(other)
+
+
 def add(task: str, *folders: str) -> None:
     commit, command = sys.stdin.read().strip().split(" ", 1)  # "COMMIT COMMAND"
     lines = [{"task": task, "commit": commit, "command": command} | read(Path(folder)) for folder in folders]
@@ -234,6 +283,8 @@ def add(task: str, *folders: str) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process without a traceback.
     match sys.argv[1:]:
+        case ["same", mine, other]:
+            sys.exit(print_differences(mine, other))
         case ["check", task]:
             check(task)
         case ["errors", task]:
