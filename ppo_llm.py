@@ -512,8 +512,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
                 microbatch_stats = []
                 for mb in minibatch:
                     newlogprobs, entropies = actor.sampled_logprobs(mb, args.temperature)
-                    # FORK: policy loss. To leave tokens out, see "Tokens that do not train the actor"
-                    # in forks/README.md.
+                    # FORK: policy loss. To leave tokens out, see forks/README.md.
                     pg_loss, mb_stats = policy_loss(
                         newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,
                         clip_low=args.clip_low, clip_high=args.clip_high,

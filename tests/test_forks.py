@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import types
 
 import pytest
@@ -457,7 +458,7 @@ def changed_script(folder, changes, script=ROOT / "ppo_llm.py"):
 
 def test_diffs_of_the_guide_apply(tmp_path):
     diffs = guide_diffs()
-    assert len(diffs) == 4
+    assert len(diffs) == 5
     for title, changes in diffs.items():
         compile(changed_script(tmp_path, changes).read_text(), title, "exec")
 
@@ -519,28 +520,60 @@ def test_average_of_the_guide(tmp_path):
     assert abs(kls[1.0][2]) > abs(kls[0.5][2]) > 1e-6
 
 
+TOKENS = "Tokens that do not train the actor"
+
+
+def trained_on_top_tokens(ppo, folder):
+    """The tokens of tokens.jsonl that are trained on are those of `top`. Returns the rows of metrics.jsonl."""
+    read = lambda name: [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()]
+    logged = read("tokens")
+    for iteration, e in enumerate(experiences(ppo)):
+        assert 0.15 < e.top.sum() / e.mask.sum() < 0.25 and not (e.top & ~e.mask).any()
+        for sample in (x for x in logged if x["iteration"] == iteration):
+            assert e.top[sample["sample"]].nonzero()[:, 0].tolist() == [i for i, x in enumerate(sample["trained"]) if x]
+    return read("metrics")
+
+
 def test_tokens_of_the_guide_that_do_not_train_the_actor(tmp_path):
     """All numbers of the actor are means over the others, which are chosen over the whole rollout."""
-    begins = lambda start: next(x for x in guide_code("Tokens that do not train the actor") if x.startswith(start))
-    kept, entropies, choice = begins("kept ="), begins("entropies ="), begins("experience.top =")
-    first_epoch, spaces = "    first_epoch = minibatch_rows(experience, 0, state, args)\n", " " * 8
-    actors = "in range(epochs):\n            for n_tokens, minibatch in minibatches("
-    changes = [
-        (FIELD, f"{FIELD}    top: Tensor | None = None\n"),
-        (first_epoch, f"{first_epoch}    {entropies}\n    {choice}\n"),
-        ("# --- Actor epochs. ", f"{kept}\n{spaces}# --- Actor epochs. "),
-        (f"{actors}trained", f"{actors}kept"),
-        ("actor, trained, actor_step_stats", "actor, kept, actor_step_stats"),
-        ("same_microbatches = trained is experience", begins("same_microbatches =")),
-    ]
-    script = changed_script(tmp_path, changes)
+    script = changed_script(tmp_path, guide_diffs()[TOKENS])
     ppo = train(script, micro_batch_tokens=30, actor_lr=1e-2)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    for row, e in zip(rows, experiences(ppo), strict=True):
-        assert 0.15 < e.top.sum() / e.mask.sum() < 0.25 and not (e.top & ~e.mask).any()
+    for row in trained_on_top_tokens(ppo, tmp_path):
         assert row["ratio/first_dev"] < 1e-6 < row["actor/clipfrac"] and row["actor/token_share"] == pytest.approx(1)
     counted = sum(float(mask.sum()) for (_, _, _, mask), _ in ppo.calls["policy_loss"])
     assert counted == sum(2 * int(e.top.sum()) for e in experiences(ppo))
+
+    def no_rewards(ppo):
+        from_episodes = ppo.Experience.from_episodes
+        ppo.Experience.from_episodes = lambda episodes: from_episodes([
+            dataclasses.replace(episode, mask=[False] * len(episode.mask)) for episode in episodes
+        ])  # fmt: skip
+
+    shutil.rmtree(tmp_path / "run")
+    train(script, no_rewards)  # does not raise
+
+
+def test_tokens_of_the_guide_with_a_denominator_of_their_own(tmp_path):
+    """The entropy is that of all sampled tokens, the policy loss a mean over those of `top`."""
+    loop = "            for n_tokens, minibatch in minibatches(trained, epoch, state, args):\n"
+    _, block = GUIDE.partition(f"\n## {TOKENS}\n")[2].partition("\n## ")[0].split("```python\n")
+    own = textwrap.indent(textwrap.dedent(block.split("```")[0]), " " * 12)
+    actors = f"        for epoch in range(epochs):\n{loop}"
+    by_place = {old: new for old, new in guide_diffs()[TOKENS] if "minibatches(" not in old and "same_micro" not in old}
+    changes = [*by_place.items(), (actors, actors.replace(loop, own)), (
+        "newlogprobs, mb.old_logprobs, mb.advantages, mb.mask,\n                        clip_low=args.clip_low, "
+        "clip_high=args.clip_high,\n                        dual_clip=args.dual_clip, denom=n_tokens,",
+        "newlogprobs, mb.old_logprobs, mb.advantages, mb.top,\n                        clip_low=args.clip_low, "
+        "clip_high=args.clip_high,\n                        dual_clip=args.dual_clip, denom=n_top,")]  # fmt: skip
+    flags = dict(micro_batch_tokens=30, actor_lr=0.0, kl_loss="k2", train_batch_size=8)
+    (tmp_path / "plain").mkdir()
+    train(changed_script(tmp_path / "plain", []), **flags)
+    plain = (tmp_path / "plain" / "run" / "metrics.jsonl").read_text().splitlines()
+    ppo = train(changed_script(tmp_path, changes), **flags)
+    for row, whole in zip(trained_on_top_tokens(ppo, tmp_path), map(json.loads, plain), strict=True):
+        assert row["ratio/first_dev"] == 0 and row["actor/token_share"] == pytest.approx(1)
+        for name in "actor/entropy", "actor/kl_loss":
+            assert row[name] == pytest.approx(whole[name])
 
 
 @pytest.mark.parametrize("shared", [False, True])
