@@ -2,7 +2,7 @@
 
     python benchmarks/compare.py runs/mine             # a few seconds; beside the runs of the same task
     python benchmarks/compare.py runs/mine --task sums
-    python benchmarks/compare.py same runs/a runs/b        # the metrics of which two runs differ by more than rounding
+    python benchmarks/compare.py same runs/a runs/b        # the metrics in which two runs differ
     python benchmarks/compare.py check default             # is each healthy run inside the bands of the others?
     python benchmarks/compare.py errors default            # how often is a healthy run outside?
     echo "COMMIT COMMAND" | python benchmarks/compare.py add sums runs/a ...    # adds runs to data/reference.jsonl
@@ -17,7 +17,8 @@ because a few reference runs may be closer to each other than seeds usually are.
 as equal to them: they all mean that the policy hardly moves, and late in a run they differ by large factors.
 
 `same` prints a line for each metric that differs by more than RELATIVE of the larger number and by more than ABSOLUTE,
-with the first iteration in which it does. Times and memory are left out. It is meant for the checks of a fork.
+with the first iteration in which it does. Iterations count from 1, as in the terminal. Times and memory are left out. A
+metric that only one run has is named, and does not count as a difference. It is meant for the checks of a fork.
 
 The data also has healthy runs that are no references, of the task NAME "default, other seeds". `check` compares each
 reference run with the others, and these runs with all references. `errors` draws references from all healthy runs at
