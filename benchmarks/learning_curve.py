@@ -1,6 +1,6 @@
 """Three small tasks that the built-in model learns: sorting digits (the default task), sequences, guessing a number.
 
-    python benchmarks/table.py --only default dense turns                   # makes the runs, 70 minutes of one core
+    python benchmarks/table.py --only default dense turns                   # makes the runs, 125 minutes of one core
     python benchmarks/learning_curve.py read runs/table/CODE/*/line.json    # adds them to data/learning_curve.jsonl
     python benchmarks/learning_curve.py                                     # prints a table and draws the pictures
 
@@ -81,7 +81,7 @@ def draw_default() -> None:
     rows = of("default")
     last = [100 * row["evaluations"][-1][1] for row in rows]
     shares = f"{min(last):.1f}–{max(last):.1f}%"
-    title = f"All five seeds learn to sort digits: at the end {shares} of the answers to held-out prompts are right"
+    title = f"All {len(rows)} seeds learn to sort digits: at the end {shares} of the answers to held-out prompts are right"
     figure, axis = common.new_picture(title, 3.9)
     samples = [point[0] for point in rows[0]["evaluations"]]
     ends = []

@@ -127,22 +127,23 @@ ROWS = {
             ("TRL", "after", "difference"), ("constant", "after", "difference"),
             ("constant", "accuracy_end", "difference"),
         ), files=("benchmarks/learning_real.py",)),
-    "default": Row("The default task is learned", {"critic": DEFAULT}, (*ENDS, "samples_to_90", "samples")),
+    "default": Row("The default task is learned", {"critic": DEFAULT}, (*ENDS, "samples_to_90", "samples"),
+                   seeds=10),
     "sort": Row(
         "Samples of the default task until 90% are right", {
             "critic": DEFAULT, "constant": Run(f"{DEFAULT.flags} --critic-epochs 0", minutes=2),
             "group": Run(DEFAULT.flags, minutes=2, patch="group_normalised"),
-        }, ("samples_to_level", "after"), against=(("constant", "samples_to_level", "quotient"),)),
+        }, ("samples_to_level", "after"), seeds=10, against=(("constant", "samples_to_level", "quotient"),)),
     "prefix": Row(
         "Samples of `prefix` until the reward is 0.5", {
             "critic": Run(PREFIX, minutes=2), "constant": Run(f"{PREFIX} --critic-epochs 0", minutes=1.5),
             "group": Run(PREFIX, minutes=1.5, patch="group_normalised"),
-        }, ("samples_to_level", "reward_end"), against=(("constant", "samples_to_level", "quotient"),)),
+        }, ("samples_to_level", "reward_end"), seeds=10, against=(("constant", "samples_to_level", "quotient"),)),
     "dense": Row(
         "`Dense-v0` with a discount of 0.5, and the same rewards at the end without a discount", {
             "critic": Run(SEQUENCES["dense"]), "constant": Run(SEQUENCES["dense, constant baseline"], minutes=2),
             "at the end": Run(SEQUENCES["at the end"]),
-        }, ("after", "greedy_after", "accuracy_end", "samples_to_level"),
+        }, ("after", "greedy_after", "accuracy_end", "samples_to_level"), seeds=10,
         against=(("constant", "after", "difference"), ("constant", "accuracy_end", "difference"))),
     "undiscounted": Row(
         "`Dense-v0` without a discount", {
