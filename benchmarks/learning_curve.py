@@ -81,7 +81,7 @@ def draw_default() -> None:
     rows = of("default")
     last = [100 * row["evaluations"][-1][1] for row in rows]
     shares = f"{min(last):.1f}–{max(last):.1f}%"
-    title = f"All {len(rows)} seeds learn to sort digits: at the end {shares} of the answers to held-out prompts are right"
+    title = f"All {len(rows)} seeds learn to sort: at the end {shares} of the answers to held-out prompts are right"
     figure, axis = common.new_picture(title, 3.9)
     samples = [point[0] for point in rows[0]["evaluations"]]
     ends = []

@@ -114,7 +114,7 @@ def test_stale_names_what_is_missing_and_what_is_of_another_code(tmp_path, monke
     common.add_line(table.DATA, line_of(dataclasses.replace(JOB, seed=1), {}))
     table.stale(["sort"])
     counts, old, missing = capsys.readouterr().out.splitlines()
-    assert counts == "sort: 1 of 15 runs count"
+    assert counts == f"sort: 1 of {3 * table.ROWS['sort'].seeds} runs count"
     assert old == "  of another code: constant 2"
     assert "constant 3" in missing and "constant 1," not in missing and "constant 2," not in missing
 
@@ -135,12 +135,12 @@ def test_a_finished_run_is_not_repeated(tmp_path, monkeypatch, capsys):
     wanted = {(job.command, job.seed) for job in jobs}
     assert not table.make_all(jobs, 2)  # one failed
     assert "FAILED\nout of memory" in capsys.readouterr().out
-    assert len(made) == len(wanted) == 15  # the critic's runs are made once
+    assert len(made) == len(wanted) == 3 * table.ROWS["sort"].seeds  # the critic's runs are made once
     first = len(table.read_table())
     made.extend(made)  # later runs succeed
     count = len(made)
     assert table.make_all(jobs, 2)
-    assert len(made) - count == 15 - first < 5
+    assert len(made) - count == len(wanted) - first < 5
     count = len(made)
     assert table.make_all(jobs, 2) and len(made) == count
     assert table.PAGE.read_text() == table.page()
@@ -164,7 +164,9 @@ def test_runs_that_measure_time_come_last_and_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(table, "make_line", make_line)
     assert table.make_all(table.jobs_of(["iteration", "default"]), 2)
-    assert most == {"default": 2, "iteration": 1} and order == ["default"] * 5 + ["iteration"] * 3
+    assert most == {"default": 2, "iteration": 1} and order == [
+        *["default"] * table.ROWS["default"].seeds, *["iteration"] * 3
+    ]
 
 
 def test_lines_are_carried_over_if_the_first_iterations_are_the_same(tmp_path, monkeypatch, capsys):
@@ -248,7 +250,8 @@ def test_the_numbers_of_the_table_are_those_of_the_lines():
     text = table.section("sort", lines, table.finished)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
     cells = {name: rest for name, *rest in rows}
-    assert cells[""] == ["critic, 3 of 5 seeds", "constant, 2 of 5 seeds"]
+    seeds = table.ROWS["sort"].seeds
+    assert cells[""] == [f"critic, 3 of {seeds} seeds", f"constant, 2 of {seeds} seeds"]
     # 93 %, deviations -3, 2 and 1, variance 14 / 2, standard error sqrt(7 / 3) = 1.53
     assert cells["right after training, sampled, %"] == ["93.0 ± 1.5 (90.0 to 95.0)", "50.0"]
     # 25,000, deviations of 5,000, variance 2 * 5,000 ** 2, standard error 5,000
