@@ -266,7 +266,7 @@ def test_the_numbers_of_the_table_are_those_of_the_lines():
     loud = [line_of(table.Job("sort", "group", 1), {"after": 1.0}, busy_cores=1.5)]
     assert "Commit: abc. The processor was not idle in 1 of 1 runs." in table.section("sort", loud, table.finished)
     claim = table.ROWS["sort"].claim
-    of_critics = [line_of(table.Job("sort", "critic", seed), {"after": 1.0}) for seed in range(1, 6)]
+    of_critics = [line_of(table.Job("sort", "critic", seed), {"after": 1.0}) for seed in range(1, seeds + 1)]
     for found, missing in ([], ""), (lines, " (group, constant, critic)"), (lines + of_critics, " (group, constant)"):
         assert f"Not made yet: {claim}{missing}.\n" in table.table_of(["sort"], found, table.finished)
     assert table.section("sort", lines[-1:], table.finished) == ""  # of another code
