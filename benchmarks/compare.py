@@ -28,6 +28,7 @@ random, compares one of the other runs with them, and counts how often it is out
 import collections
 import itertools
 import json
+import math
 import signal
 import sys
 from pathlib import Path
@@ -245,11 +246,12 @@ def differ(x: float | str | None, y: float | str | None) -> bool:
     """None stands for NaN."""
     if not isinstance(x, int | float) or not isinstance(y, int | float):
         return x != y
-    return abs(x - y) > max(ABSOLUTE, RELATIVE * max(abs(x), abs(y)))
+    return not math.isclose(x, y, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
 
 
 def print_differences(*folders: str) -> bool:
-    """Prints which metrics of two runs differ. True if one does, or if one run has more iterations or steps."""
+    """Prints which metrics of two runs differ. True if one does, if one run has more iterations, or if there
+    are none to compare."""
     try:
         mine, other = ([numbers_of(row) for row in read_run(Path(folder))[1]] for folder in folders)
     except ValueError as error:
@@ -271,7 +273,7 @@ def print_differences(*folders: str) -> bool:
     if len(mine) != len(other):
         print(f"{folders[0]} has {len(mine)} iterations, {folders[1]} has {len(other)}")
     print(f"{len(first)} of {count} metrics differ in {min(len(mine), len(other))} iterations")
-    return bool(first) or len(mine) != len(other)
+    return bool(first) or len(mine) != len(other) or not mine
 
 
 def add(task: str, *folders: str) -> None:

@@ -81,22 +81,23 @@ def test_metrics_of_which_two_runs_differ(tmp_path, capsys):
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         return str(tmp_path / name)
 
-    row = {"x": 1.0, "text": "a", "small": 1e-6, "nan": None, "ratio/steps": [{"kl": 0.5, "skipped": False}]}
+    row = {"x": 1.0, "y": 1.0, "text": "a", "small": 1e-6, "nan": None, "ratio/steps": [{"kl": 0.5, "skipped": False}]}
     a = write("a", row, row)
-    rounded = row | {"x": 1.0009, "small": 1e-5, "new": 3.0, "ratio/steps": [{"kl": 0.5004, "skipped": False}]}
+    rounded = row | {"y": 1.0009, "small": 1e-5, "new": 3.0, "ratio/steps": [{"kl": 0.5004, "skipped": False}]}
     b = write("b", row | {"new": 3.0}, rounded)
     assert not compare.print_differences(a, b)
-    assert capsys.readouterr().out == f"only {b} has new\n0 of 7 metrics differ in 2 iterations\n"
+    assert capsys.readouterr().out == f"only {b} has new\n0 of 8 metrics differ in 2 iterations\n"
     steps = {"ratio/steps": [{"kl": 0.6, "skipped": False}]}
     for name, change in {
-        "x": {"x": 1.0011}, "text": {"text": "b"}, "small": {"small": 1.2e-5}, "nan": {"nan": 0.0},
-        "each step: kl": steps,
+        "x": {"x": math.inf}, "y": {"y": 1.0011}, "text": {"text": "b"}, "small": {"small": 1.2e-5},
+        "nan": {"nan": 0.0}, "each step: kl": steps,
     }.items():  # fmt: skip
         assert compare.print_differences(a, write(name, row, row | change))
         said = capsys.readouterr().out
-        assert f"\n| {name} | 2 | " in said and said.count("\n| ") == 1 and "\n1 of 6 metrics differ" in said
+        assert f"\n| {name} | 2 | " in said and said.count("\n| ") == 1 and "\n1 of 7 metrics differ" in said
     assert compare.print_differences(a, write("short", row))
     assert f"{a} has 2 iterations" in capsys.readouterr().out
+    assert compare.print_differences(write("empty"), write("empty too"))  # There is nothing to compare.
     with pytest.raises(SystemExit, match="is no run folder"):
         compare.print_differences(a, str(tmp_path))
 
