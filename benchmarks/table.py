@@ -16,11 +16,11 @@ of the files that the row names. After each run the command writes table.md anew
 
 After a change that should not change results, `carry` makes the first iterations of the run with seed 1 of each
 variant, with the row's own schedule, stopped and resumed in between. It makes them with the code of the earlier line
-as well, from its commit, unless that line has their fingerprints. A fingerprint is a hash of an iteration's metrics,
-to the last bit, and of its logged responses. If all of them agree, the lines of all seeds count for the new code too,
-and name the commit of their run. If not, `carry` says which iteration differs, and the runs must be made again. So
-must rows that measure time, runs of TRL, and the rows "pages", "faults" and "preferences", whose runs are no single
-training.
+as well, from its commit, unless that line has their fingerprints and they agree: other processors round in other ways,
+so a difference counts only if one machine made both sides. A fingerprint is a hash of an iteration's metrics, to the
+last bit, and of its logged responses. If all of them agree, the lines of all seeds count for the new code too, and name
+the commit of their run. If not, `carry` says which iteration differs, and the runs must be made again. So must rows
+that measure time, runs of TRL, and the rows "pages", "faults" and "preferences", whose runs are no single training.
 
 --jobs runs (default 2) are made at a time, each on one thread. Rows that measure time come last. Their runs are made
 one at a time, and wait until the processor is idle. --model-dir, or the variable MODEL_DIR, is the folder that
@@ -52,6 +52,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -947,6 +948,10 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
         return fingerprints(folder)[:count]
 
 
+def first_difference(one: list, other: list) -> int | None:
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)
+
+
 def written_iterations(folder: Path) -> int:
     """The number of iterations that are whole in both files. Four completions are logged of each."""
     lines = [path.read_bytes().count(b"\n") if (path := folder / name).exists() else 0
@@ -957,15 +962,17 @@ def written_iterations(folder: Path) -> int:
 @contextlib.contextmanager
 def checkouts():
     """A function that gives the folder of a commit: a worktree that exists as long as the context."""
+    lock = threading.Lock()
     with tempfile.TemporaryDirectory() as work, contextlib.ExitStack() as stack:
 
-        @functools.cache
         def checkout(commit: str) -> Path:
             folder = Path(work, commit)
             git = lambda *arguments: subprocess.run(["git", "worktree", *arguments], cwd=ROOT, check=True,
                                                     capture_output=True)  # fmt: skip
-            git("add", "--detach", str(folder), commit)
-            stack.callback(git, "remove", "--force", str(folder))
+            with lock:
+                if not folder.exists():
+                    git("add", "--detach", str(folder), commit)
+                    stack.callback(git, "remove", "--force", str(folder))
             return folder
 
         yield checkout
@@ -985,15 +992,14 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
         wanted.setdefault(job.command, (job, old))  # rows share runs
     print(f"The first iterations of {len(wanted)} runs are compared.", flush=True)
 
-    def both(job: Job, old: dict) -> tuple[list[str], list[str]]:
-        if not (before := old.get("fingerprints")):
+    def both(job: Job, old: dict) -> tuple[list[str], int | None]:
+        """The fingerprints of the present code, and which of them is the first that differs."""
+        before, now = old.get("fingerprints"), first_iterations(job, ROOT, resumed=True)
+        if not before or first_difference(before, now) is not None:
             before = first_iterations(job, checkout(old["commit"].rstrip("+")), resumed=False)
-        return before, first_iterations(job, ROOT, resumed=True)
+        return now, first_difference(before, now)
 
     with checkouts() as checkout, concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        for _, old in wanted.values():
-            if not old.get("fingerprints"):
-                checkout(old["commit"].rstrip("+"))
         futures = {pool.submit(both, *pair): pair for pair in wanted.values()}
         for future in concurrent.futures.as_completed(futures):
             job, old = futures[future]
@@ -1001,15 +1007,13 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
                 print(f"{job.row}, {job.variant}: FAILED\n{future.exception()}", flush=True)
                 complete = False
                 continue
-            before, now = future.result()
-            count = min(len(before), len(now))
-            differ = next((i for i in range(count) if before[i] != now[i]), None)
+            now, differ = future.result()
             if differ is not None:
                 print(f"{job.row}, {job.variant}: iteration {differ + 1} differs from that of {old['commit']}, so its "
                       "runs must be made again", flush=True)  # fmt: skip
                 complete = False
                 continue
-            print(f"{job.row}, {job.variant}: {count} iterations are those of {old['commit']}", flush=True)
+            print(f"{job.row}, {job.variant}: {len(now)} iterations are those of {old['commit']}", flush=True)
             most = max(row.seeds for row in ROWS.values())
             of_seeds = [dataclasses.replace(job, seed=seed + 1) for seed in range(most)]
             for line in filter(None, (last_line(each, lines) for each in of_seeds)):

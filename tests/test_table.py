@@ -200,6 +200,20 @@ def test_lines_are_carried_over_if_the_first_iterations_are_the_same(tmp_path, m
     assert not table.carry(["sort"], 2, "smollm2") and {name for name, *_ in made} == {"constant"}
 
 
+@pytest.mark.parametrize(("stored", "sides"), [("abc", {True}), ("xyz", {True, False})])
+def test_fingerprints_of_another_processor_are_not_compared(stored, sides, tmp_path, monkeypatch):
+    """Where the stored ones differ, this machine makes those of the old code, and these count."""
+    monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
+    monkeypatch.setattr(table, "PAGE", tmp_path / "table.md")
+    made = []
+    monkeypatch.setattr(table, "first_iterations", lambda job, root, resumed: made.append(root == ROOT) or list("abc"))
+    monkeypatch.setattr(table, "checkouts", lambda: contextlib.nullcontext(lambda commit: tmp_path / commit))
+    job = table.jobs_of(["default"], [1])[0]
+    common.add_line(table.DATA, line_of(job, {}, code="0123") | {"fingerprints": list(stored)})
+    assert table.carry(["default"], 1, "smollm2") and set(made) == sides
+    assert table.read_table()[-1]["fingerprints"] == ["a", "b", "c"] and table.finished(job, table.read_table())
+
+
 def test_rows_without_first_iterations_are_not_carried(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
     for job in table.jobs_of(["pages", "faults", "decode"], [1]):
