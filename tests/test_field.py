@@ -442,9 +442,12 @@ def locked(ppo, tmp_path):
 
 def test_a_run_locks_its_folder_and_what_a_reward_function_forks_does_not_keep_the_lock(locked):
     end, may_lock = locked
+    forked, wrote = os.pipe()
     if not (child := os.fork()):
+        os.write(wrote, b"1")
         time.sleep(100)
         os._exit(0)
+    assert os.read(forked, 1) == b"1"  # What a child does after a fork is done.
     assert not may_lock()
     end.close()
     assert may_lock()
