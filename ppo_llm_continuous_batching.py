@@ -3175,7 +3175,7 @@ def microbatch_rows(rows: Tensor, lengths: Tensor, token_budget: int) -> list[Te
     """Indices of this rank's microbatches of the samples `rows` [k]. All ranks have equally many.
 
     Together the ranks have each sample once. The longest come first, so that attention pads little.
-    A microbatch has at most `token_budget` tokens, and with padding at most twice as many. A longer
+    A microbatch has at most `token_budget` tokens, with padding at most twice that budget. A longer
     sample is a microbatch of its own. Six samples on two ranks, with a budget of 12 tokens:
 
         samples, by length          9 7    6 4    3 2

@@ -48,7 +48,7 @@ def columns(args, experience, actor, tokenizer, sample: int) -> dict[str, list]:
     mb = experience.microbatch(torch.tensor([sample]), "cpu")  # [1, T]
     newlogprobs, _ = actor.sampled_logprobs(mb, args.temperature)
     kl = ppo_llm.kl_estimate(mb.old_logprobs, mb.ref_logprobs, "k1")
-    penalty = 0.0 if args.kl_loss else args.kl_coef * kl
+    penalty = args.kl_coef * kl if args.kl_coef and not args.kl_loss else 0.0
     numbers = {
         "reward": mb.rewards, "KL": kl, "reward - penalty": mb.rewards - penalty, "value": mb.values,
         "return": mb.returns, "advantage": mb.advantages, "old log-prob": mb.old_logprobs,
@@ -63,7 +63,7 @@ def largest_fall(values: list[float], rewards: list[float]) -> tuple[float, int]
 
     The first token and the last one, after which there is no value, do not count.
     """
-    falls = [(values[t] - values[t + 1] - rewards[t], t) for t in range(1, len(values) - 2)]
+    falls = [(values[t] - values[t + 1] - rewards[t], t) for t in range(1, len(values) - 1)]
     return max(falls, default=(0.0, 0))
 
 

@@ -19,8 +19,10 @@ import look
 
 def td_errors(tensors: dict, args: dict) -> list[float]:
     """reward - penalty + gamma * next value - value, for each sampled token."""
-    kls = [a - b for a, b in zip(tensors["old_logprobs"], tensors["ref_logprobs"], strict=True)]
-    rewards = [r - args["kl_coef"] * kl for r, kl in zip(tensors["rewards"], kls, strict=True)]
+    rewards = tensors["rewards"]
+    if args["kl_coef"] and not args["kl_loss"]:
+        kls = [a - b for a, b in zip(tensors["old_logprobs"], tensors["ref_logprobs"], strict=True)]
+        rewards = [r - args["kl_coef"] * kl for r, kl in zip(rewards, kls, strict=True)]
     values = [*tensors["values"], 0.0]
     return [r + args["gamma"] * values[i + 1] - values[i] for i, r in enumerate(rewards)]
 
@@ -38,7 +40,9 @@ def share(numbers: list[float]) -> str:
 
 
 def main(folder: Path, first: int):
-    args = look.read_json(folder / "config.json")["args"]
+    args = look.read_json(folder / "config.json").get("args")
+    if args is None:
+        sys.exit(f"{folder} has no config.json with the flags of a run: is it the folder of a run?")
     samples = [row for row in look.read_lines(folder / "tokens.jsonl") if row["iteration"] >= first - 1]
     kinds = "right, not the last right one", "the last right one", "the first wrong one"
     quantities = "TD error", "advantage at lambda 0.5", "advantage at lambda 1"
@@ -74,4 +78,6 @@ def main(folder: Path, first: int):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        sys.exit(__doc__)
     main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)

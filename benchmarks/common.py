@@ -271,8 +271,17 @@ def patched_script(patch: str) -> Path:
     copied = Path(temporary_folder().name, patch, "ppo_llm.py")
     copied.parent.mkdir()
     copied.write_bytes((ROOT / "ppo_llm.py").read_bytes())
-    subprocess.run(["git", "apply", ROOT / "forks" / f"{patch}.patch"], cwd=copied.parent, check=True)
+    git_apply(ROOT / "forks" / f"{patch}.patch", copied.parent)
     return copied
+
+
+def git_apply(patch: Path | str, folder: Path, text: str | None = None) -> None:
+    """Apply a patch, or the text of one if `patch` is "-", in a folder that is not in the index of a repository.
+
+    Without the ceiling, git changes nothing and says nothing if the folder lies inside of a repository.
+    """
+    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+    subprocess.run(["git", "apply", patch], cwd=folder, input=text, text=True, check=True, env=env)
 
 
 def run_script(script: Path, flags: list[str], log_dir: Path, name: str = "run") -> Path:

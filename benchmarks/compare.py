@@ -256,20 +256,21 @@ def print_differences(*folders: str) -> bool:
         mine, other = ([numbers_of(row) for row in read_run(Path(folder))[1]] for folder in folders)
     except ValueError as error:
         sys.exit(str(error))
-    first, alone = {}, {}  # {metric: (iteration, mine, other)}, {metric: the folder that has it}
+    names_of_mine, names_of_other = ({name for row in rows for name in row} for rows in (mine, other))
+    for folder, names in (folders[0], names_of_mine - names_of_other), (folders[1], names_of_other - names_of_mine):
+        for name in sorted(names):
+            print(f"only {folder} has {name}")
+    first = {}  # {metric: (iteration, mine, other)}
     for iteration, (a, b) in enumerate(zip(mine, other), 1):
-        for name in a | b:
-            if name not in a or name not in b:
-                alone.setdefault(name, folders[name in b])
-            elif pairs := [pair for pair in itertools.zip_longest(a[name], b[name]) if differ(*pair)]:
+        for name in (a | b).keys() & names_of_mine & names_of_other:
+            values = a.get(name, [None]), b.get(name, [None])  # A NaN is not in the file.
+            if pairs := [pair for pair in itertools.zip_longest(*values) if differ(*pair)]:
                 first.setdefault(name, (iteration, *pairs[0]))
-    for name, folder in alone.items():
-        print(f"only {folder} has {name}")
     if first:
         print("| metric | first at iteration | {} | {} |\n|---|---|---|---|".format(*folders))
     for name, (iteration, x, y) in first.items():
         print(f"| {name} | {iteration} | {x} | {y} |")
-    count = len({name for row in (*mine, *other) for name in row})
+    count = len(names_of_mine | names_of_other)
     if len(mine) != len(other):
         print(f"{folders[0]} has {len(mine)} iterations, {folders[1]} has {len(other)}")
     print(f"{len(first)} of {count} metrics differ in {min(len(mine), len(other))} iterations")

@@ -106,8 +106,10 @@ def table() -> None:
 
 def main():
     torch.set_num_threads(1)
-    if sys.argv[1] == "table":
+    if sys.argv[1:] == ["table"]:
         return table()
+    if len(sys.argv) < 4 or sys.argv[1] not in TASKS or sys.argv[2] not in METHODS:
+        sys.exit(f"{__doc__}\nTasks: {', '.join(TASKS)}. Methods: {', '.join(METHODS)}.")
     task, method, *seeds = sys.argv[1:]
     for seed in map(int, seeds):
         common.add_line(RESULTS, run(task, method, seed))

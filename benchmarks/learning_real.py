@@ -8,12 +8,12 @@
     python benchmarks/learning_real.py plot           # draws pictures/critic.png from data/critic.jsonl
 
 A run of sums takes 40 to 75 minutes of one core, one beside TRL 10 to 14. Four times a run, outside of the time that is
-counted, the sampler answers held-out prompts, sampled at temperature 1 and greedy, each prompt once. TRL gets the same
-checkpoint, prompts in the same order, reward, batch size, epochs, minibatches, response length, KL, gamma, lambda,
-clipping of ratios and values, AdamW, learning rates of both models with their schedule, and clipping of gradients.
-PPOConfig has no flags for the schedule, the clipping of gradients and the critic's learning rate. They are set in an
-optimizer that TRL's constructor accepts. TRL differs in its noise, in the order of samples within an epoch, and in
-updating both models in each step.
+counted, and after the last iteration, the sampler answers held-out prompts, sampled at temperature 1 and greedy, each
+prompt once. TRL gets the same checkpoint, prompts in the same order, reward, batch size, epochs, minibatches, response
+length, KL, gamma, lambda, clipping of ratios and values, AdamW, learning rates of both models with their schedule, and
+clipping of gradients. PPOConfig has no flags for the schedule, the clipping of gradients and the critic's learning
+rate. They are set in an optimizer that TRL's constructor accepts. TRL differs in its noise, in the order of samples
+within an epoch, and in updating both models in each step.
 """
 
 import contextlib
@@ -123,7 +123,7 @@ def ours(folder: str, flags: dict, seed: int) -> dict:
                                                   "objective/response_tokens", "objective/entropy")}
                     | {"diagnosis": row["ratio/diagnosis"], "accuracy": row["objective/accuracy"]}
                     | {name: row[name] for name in row if name.startswith("critic/")})  # fmt: skip
-        if len(rows) % between_points(flags) == 0:
+        if len(rows) % between_points(flags) == 0 or len(rows) == flags["num_iterations"]:
             seconds = sum(each["time/iteration"] for each in rows)
             held_out.add(len(rows) * per_iteration, seconds, samplers[0])
 
@@ -235,7 +235,7 @@ def trl(folder: str, flags: dict, seed: int, held_out: HeldOut | Evaluation | No
             clock[0] += time.perf_counter() - clock[1]
             rows.append({"time/iteration": time.perf_counter() - clock[1], "objective/kl": metrics["objective/kl"],
                          "objective/reward": metrics["objective/scores"]})  # fmt: skip
-            if len(rows) % between_points(flags) == 0:
+            if len(rows) % between_points(flags) == 0 or len(rows) == flags["num_iterations"]:
                 model.load_state_dict(trainer.policy_model.state_dict(), strict=False)
                 held_out.add(len(rows) * flags["rollout_batch_size"], clock[0], model)
             clock[1] = time.perf_counter()
@@ -289,8 +289,10 @@ def plot() -> None:
 def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if sys.argv[1] in ("table", "plot"):
+    if sys.argv[1:] in (["table"], ["plot"]):
         return report() if sys.argv[1] == "table" else plot()
+    if len(sys.argv) < 4 or sys.argv[2] not in TASKS:
+        sys.exit(f"{__doc__}\nTasks: {', '.join(TASKS)}.")
     folder, task, seed, *rest = sys.argv[1:]
     side = "trl" if "trl" in rest else "ours"
     changes = {name: json.loads(value) for name, value in (pair.split("=") for pair in rest if "=" in pair)}
@@ -298,8 +300,9 @@ def main():
     if task == "sums, pairs":
         flags["env_kwargs"] = json.dumps({"order": int(seed)})
     run = {"ours": ours, "trl": trl}[side](folder, flags, int(seed))
+    changed = [f"{name}={value}" for name, value in changes.items()]
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps(results | {f"{task}/{seed}/{' '.join([side, *map(str, changes.values())])}": run}))
+    RESULTS.write_text(json.dumps(results | {f"{task}/{seed}/{' '.join([side, *changed])}": run}))
 
 
 if __name__ == "__main__":

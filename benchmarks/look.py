@@ -53,7 +53,7 @@ def read_lines(path: Path) -> list[dict]:
 def read_json(path: Path) -> dict:
     """The content of a .json file, {} if it is missing or damaged."""
     try:
-        return json.loads(path.read_text("utf-8"))
+        return json.loads(path.read_text("utf-8"), parse_constant=str)
     except (OSError, ValueError):
         return {}
 
@@ -82,7 +82,11 @@ def read_samples(folder: Path, largest: int) -> tuple[dict[int, list[dict]], int
         of_iteration = samples.setdefault(row.pop("iteration"), {})
         of_iteration[len(of_iteration)] = row | {"sample": len(of_iteration)}
     for row in read_lines(folder / "tokens.jsonl"):
-        samples.setdefault(row.pop("iteration"), {})[row["sample"]] = row
+        of_iteration = samples.setdefault(row.pop("iteration"), {})
+        known = of_iteration.get(row["sample"], {})
+        if "left_out" in row and "n_tokens" in known:  # The middle of a long sample is not in tokens.jsonl.
+            row["n_tokens"] = known["n_tokens"]
+        of_iteration[row["sample"]] = row
     lists = {i: list(of_iteration.values()) for i, of_iteration in sorted(samples.items())}
     size = len(json.dumps(lists))
     n = max(1, math.ceil(size / largest))
@@ -219,6 +223,9 @@ def read_run(folder: Path, manual: dict, largest: int) -> dict:
     args, argv, rows = config["args"], config.get("argv", []), read_lines(folder / "metrics.jsonl")
     running = is_running(folder)
     samples, every = read_samples(folder, largest)
+    done = rows[-1]["iteration"] + 1 if rows else 0
+    if summary.get("iterations") != done:  # It is that of an earlier process, and the run has gone on since.
+        summary = {}
     step = max(1, len(rows) // MOST_POINTS)
     points = [row for i, row in enumerate(rows) if i % step == 0 or row is rows[-1] or "eval/accuracy" in row]
     names = dict.fromkeys(name for row in points for name, x in row.items() if rounded(x) is not None)
@@ -236,8 +243,8 @@ def read_run(folder: Path, manual: dict, largest: int) -> dict:
         "version": ", ".join(version),
         "args": args,
         "changed": changed_flags(args, argv),
-        "done": rows[-1]["iteration"] + 1 if rows else 0,
-        "seconds": sum(row.get("time/iteration", 0) for row in rows) if running else summary.get("seconds"),
+        "done": done,
+        "seconds": sum(row.get("time/iteration", 0) for row in rows),
         "before": summary.get("eval_before") or before,
         "after": None if running else summary.get("eval_after"),
         "iterations": [row["iteration"] for row in points],
@@ -256,7 +263,7 @@ def in_script(data: dict) -> str:
 
 def make_page(folders: list[Path], watch: bool = False, largest: int = LARGEST) -> bytes:
     manual = read_manual()
-    runs = [read_run(folder, manual, largest // len(folders)) for folder in folders]
+    runs = [read_run(folder, manual, max(1, largest // len(folders))) for folder in folders]
     if len({run["name"] for run in runs}) < len(runs):
         for run, folder in zip(runs, folders, strict=True):
             run["name"] = str(folder)
@@ -283,8 +290,12 @@ def main():
     while goes_on:
         goes_on = options.watch and any(map(is_running, options.folders))
         partial = out.with_name(f"{out.name}.partial")
-        partial.write_bytes(make_page(options.folders, goes_on, options.largest))
-        partial.replace(out)  # A browser never reads half a page.
+        page = make_page(options.folders, goes_on, options.largest)
+        try:
+            partial.write_bytes(page)
+            partial.replace(out)  # A browser never reads half a page.
+        except OSError as error:
+            parser.error(f"cannot write {out}: {error}")
         print(f"{out}: {out.stat().st_size / 1e6:.1f} MB", flush=True)
         time.sleep(SECONDS if goes_on else 0)
 

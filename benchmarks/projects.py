@@ -155,7 +155,7 @@ def prepare(run: Run, folder: Path) -> None:
         (folder / name).write_text(text)
     for patch in run.patches:
         path = patch if (folder / patch).exists() else ROOT / patch
-        subprocess.run(["git", "apply", path], cwd=folder, check=True)
+        common.git_apply(path, folder)
 
 
 def measure(run: Run, seed: int) -> dict:

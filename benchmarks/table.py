@@ -11,8 +11,9 @@
 
 A finished run appends a line to data/table.jsonl. A run whose line is there is not made again, so the command can be
 interrupted and repeated, and runs of several days add up. A line counts as long as the code is the same. The code of a
-run is the syntax tree of both scripts, without comments, docstrings and the texts of errors, of the patched script, and
-of the files that the row names. After each run the command writes table.md anew, from the newest line of each run.
+run is the syntax tree of both scripts, without comments, docstrings and the texts of errors, of the patched script, of
+the files that the row names, and of the function that reads its numbers. After each run the command writes table.md
+anew, from the newest line of each run.
 
 After a change that should not change results, `carry` makes the first iterations of the run with seed 1 of each
 variant, with the row's own schedule, stopped and resumed in between. It makes them with the code of the earlier line
@@ -177,7 +178,8 @@ ROWS = {
         "A run that was stopped and resumed is the uninterrupted run", {
             "SIGTERM": Run(make="resumed_beside_uninterrupted", argument=signal.SIGTERM, minutes=1.5),
             "SIGKILL": Run(make="resumed_beside_uninterrupted", argument=signal.SIGKILL, minutes=1.5),
-        }, ("other_metrics", "other_responses", "other_weights"), seeds=1, unit="runs", statistic="worst"),
+        }, ("other_metrics", "other_responses", "other_weights"), seeds=1, unit="runs", statistic="worst",
+        files=("benchmarks/ranks.py",)),
     "pages": Row(
         "Runs of three pages, made again", {
             name: Run(make="made_again", argument=name, minutes=minutes, patch=patch,
@@ -323,8 +325,8 @@ NOTES = {  # what a reader of a row needs to know
     """,
     "pages": """
         Earlier commits made the runs of [the course](../docs/course.md), [the exercises](../docs/exercises.md) and [the
-        projects](../docs/projects.md). Here the runs with seed 1 are made again. The row "numbers" counts the numbers
-        and texts in the data file of the page.
+        projects](../docs/projects.md). Here the runs with seed 1 that the pages then had are made again. The row
+        "numbers" counts the numbers and texts in the data file of the page.
     """,
     "faults": """
         The list is run in six parts, so that the run can be interrupted. [Planted
@@ -363,6 +365,7 @@ class Job:
     seed: int
     model_dir: str = "smollm2"
     smoke: bool = False
+    own_folder: str = ""  # of its files, instead of the usual one
 
     @property
     def run(self) -> Run:
@@ -382,6 +385,8 @@ class Job:
 
     @property
     def folder(self) -> Path:
+        if self.own_folder:
+            return Path(self.own_folder)
         name = re.sub(r"\W+", "_", f"{self.row} {self.variant} {self.seed}{' smoke' * self.smoke}")
         return ROOT / "runs" / "table" / self.code / name
 
@@ -674,6 +679,8 @@ def time_of_tests(job: Job) -> dict:
     run = subprocess.run(command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, cwd=ROOT)
     print(run.stdout, file=sys.stderr)
     counts = {name: sum(map(int, re.findall(rf"(\d+) {name}", run.stdout))) for name in ("passed", "failed")}
+    if run.returncode and not counts["failed"]:
+        raise RuntimeError(f"{' '.join(command)} ended with code {run.returncode}, but no test failed")
     return {"seconds": time.perf_counter() - start, "exit_code": run.returncode} | counts
 
 
@@ -682,15 +689,20 @@ def time_of_tests(job: Job) -> dict:
 
 @functools.cache
 def tree(text: str) -> str:
-    """The syntax tree of Python code, without docstrings and the texts of errors. Comments are not in it either."""
+    """The syntax tree of Python code, without docstrings and the texts of errors. Comments are not in it either.
+
+    It is the same in Python 3.11 to 3.14: later versions leave out empty lists, and have type parameters.
+    """
     parsed = ast.parse(text)
     for node in ast.walk(parsed):
+        if not getattr(node, "type_params", True):
+            del node.type_params
         if isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error"):
             node.args = []
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if ast.get_docstring(node, clean=False) is not None:
                 node.body = node.body[1:]
-    return ast.dump(parsed)
+    return ast.dump(parsed, **({"show_empty": True} if sys.version_info >= (3, 13) else {}))
 
 
 @functools.cache
@@ -699,7 +711,7 @@ def patched_text(script: str, patch: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, SCRIPTS[0])
         path.write_text(script)
-        subprocess.run(["git", "apply", "-"], cwd=folder, input=patch, text=True, check=True)
+        common.git_apply("-", path.parent, patch)
         return path.read_text()
 
 
@@ -712,8 +724,12 @@ def code_of(run: Run, files: tuple[str, ...] = (), root: Path = ROOT) -> str:
         patch = (root / "forks" / f"{run.patch}.patch").read_text()
         texts.append((f"{run.patch}.py", patched_text(texts[0][1], patch)))
     parts = [path + (tree(text) if path.endswith(".py") else text) for path, text in texts]
-    if run.make != "script_numbers":
-        parts.append(tree(inspect.getsource(globals()[run.make])))
+    sources = [inspect.getsource(globals()[run.make])]
+    if "numbers_of(" in sources[0]:
+        import critic_pays
+
+        sources += [inspect.getsource(numbers_of), inspect.getsource(critic_pays.reached), repr(critic_pays.LEVELS)]
+    parts += map(tree, sources)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]
 
 
@@ -741,7 +757,8 @@ def finished(job: Job, lines: list[dict]) -> dict | None:
 
 def outdated(job: Job, lines: list[dict]) -> bool:
     """Whether there is a line of this run, but of another code or command."""
-    return any((line["row"], line["variant"], line["seed"]) == (job.row, job.variant, job.seed) for line in lines)
+    names = (job.row, job.variant, job.seed)
+    return bool(last_line(job, lines)) or any((x["row"], x["variant"], x["seed"]) == names for x in lines)
 
 
 def stale(names: list[str]) -> None:
@@ -763,7 +780,7 @@ def stale(names: list[str]) -> None:
 
 
 def make_run(job: Job) -> dict:
-    """Numbers of a run, made in this process and its children."""
+    """Numbers of a run, made in this process and its children. What it writes stays in the folder of the job."""
     shutil.rmtree(job.folder, ignore_errors=True)
     job.folder.mkdir(parents=True)
     numbers = globals()[job.run.make](job)
@@ -778,7 +795,7 @@ def make_line(job: Job) -> dict:
     alone, code = ROWS[job.row].alone, job.code
     busy, start = busy_cores(0 if job.smoke else PATIENCE) if alone else None, time.perf_counter()
     command = [sys.executable, "-W", "ignore", __file__, "run", job.row, job.variant, str(job.seed)]
-    command += ["--model-dir", job.model_dir, *["--smoke"] * job.smoke]
+    command += ["--model-dir", job.model_dir, "--folder", str(job.folder), *["--smoke"] * job.smoke]
     log = job.folder.parent / f"{job.folder.name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.with_suffix(".lock").open("w") as lock:
@@ -942,7 +959,7 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
                 send = os.killpg if number == signal.SIGKILL else os.kill
                 send(child.pid, number)
             child.wait()
-            if written_iterations(folder) < min(iterations, 2):
+            if written_iterations(folder) < iterations and child.returncode:  # A run may be shorter.
                 tail = "\n".join(log.read_text().splitlines()[-15:])
                 raise RuntimeError(f"{job.row}, {job.variant}: the run ended with code {child.returncode}\n{tail}")
         return fingerprints(folder)[:count]
@@ -983,7 +1000,16 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
     lines, wanted, complete = read_table(), {}, True
     for job in jobs_of(names, seeds=[1], model_dir=model_dir):
         old = last_line(job, lines)
-        if old is None or old["code"] == job.code or (ROWS[job.row].alone and job.row != "ranks"):
+        if ROWS[job.row].alone and job.row != "ranks":
+            continue
+        if old is None or old["code"] == job.code or old["commit"].endswith("+"):
+            of_seeds = [dataclasses.replace(job, seed=seed) for seed in range(1, ROWS[job.row].seeds + 1)]
+            if others := [each.seed for each in of_seeds if not finished(each, lines) and last_line(each, lines)]:
+                why = "there is no line of seed 1" if old is None else (
+                    "the line of seed 1 is of this code" if old["code"] == job.code
+                    else "the line of seed 1 is of uncommitted code")  # fmt: skip
+                print(f"{job.row}, {job.variant}: {why}, so these seeds must be made again: {others}")
+                complete = False
             continue
         if job.run.make in ("sums_with_trl", "made_again", "planted_faults", "preferences"):
             print(f"{job.row}, {job.variant}: has no first iterations to compare, so it must be made again")
@@ -1017,11 +1043,13 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
             most = max(row.seeds for row in ROWS.values())
             of_seeds = [dataclasses.replace(job, seed=seed + 1) for seed in range(most)]
             for line in filter(None, (last_line(each, lines) for each in of_seeds)):
-                if line["code"] == old["code"]:
+                if line["code"] == job.code:
+                    continue
+                if line["code"] == old["code"] and not line["commit"].endswith("+"):
                     more = {"code": job.code, "carried_from": old["code"], "carried_to": common.commit()}
                     add_line(line | more | ({"fingerprints": now} if line["seed"] == 1 else {}))
                 else:
-                    print(f"{job.row}, {job.variant}, {line['seed']}: its line is of other code than seed 1")
+                    print(f"{job.row}, {job.variant}, {line['seed']}: its line is of other code than that of seed 1")
                     complete = False
     return complete
 
@@ -1172,6 +1200,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, unless they measure time")
     parser.add_argument("--model-dir", default=os.environ.get("MODEL_DIR", "smollm2"), help="folder of SmolLM2")
     parser.add_argument("--smoke", action="store_true", help="a few iterations of each run; no line is written")
+    parser.add_argument("--folder", help="of the verb run: where its files stay; default: nowhere")
     args = parser.parse_args(arguments)
     if args.verb == "run":
         if len(args.which) != 3 or args.which[0] not in ROWS or args.which[1] not in ROWS[args.which[0]].variants:
@@ -1186,7 +1215,9 @@ def main() -> None:
     torch.set_num_threads(1)  # as in every run
     if args.verb == "run":
         row, variant, seed = args.which
-        numbers = make_run(Job(row, variant, int(seed), os.path.abspath(args.model_dir), args.smoke))
+        with tempfile.TemporaryDirectory() as work:
+            folder = args.folder or f"{work}/run"
+            numbers = make_run(Job(row, variant, int(seed), os.path.abspath(args.model_dir), args.smoke, folder))
         return print(json.dumps(numbers))
     names = args.only or [name for name, row in ROWS.items() if args.verb != "make" or not row.extra]
     if args.verb == "make":

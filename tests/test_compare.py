@@ -87,6 +87,8 @@ def test_metrics_of_which_two_runs_differ(tmp_path, capsys):
     b = write("b", row | {"new": 3.0}, rounded)
     assert not compare.print_differences(a, b)
     assert capsys.readouterr().out == f"only {b} has new\n0 of 8 metrics differ in 2 iterations\n"
+    c = write("c", row, {name: x for name, x in row.items() if name != "x"})  # A NaN is not in the file.
+    assert compare.print_differences(a, c) and "| x | 2 | 1.0 | None |" in capsys.readouterr().out
     steps = {"ratio/steps": [{"kl": 0.6, "skipped": False}]}
     for name, change in {
         "x": {"x": math.inf}, "y": {"y": 1.0011}, "text": {"text": "b"}, "small": {"small": 1.2e-5},

@@ -21,7 +21,7 @@ OTHERS = (
     "nproc-per-node shutdown-timeout rdzv-id rdzv-endpoint rdzv-backend pid no-deps nnodes max-restarts logdir "
     "local-dir help gpu length-penalty my-coef lambda-alpha tokens critic-ranks sampler-ranks slow rollout-is-cap "
     "rollout-is-band rollout-is-sequence model-dir only seeds penalise-success-only sampler-dtype sampler-bits "
-    "find-links watch patches "
+    "find-links largest watch patches "
     "nodes ntasks-per-node gpus-per-node cpus-per-task time signal requeue open-mode dependency job-name "  # of sbatch
     "signals-to-handle standalone "
     "explain secret bodies limit"

@@ -459,6 +459,18 @@ def test_nothing_but_the_script_of_the_page_may_run_and_nothing_be_loaded(folder
     assert not re.search(forbidden, look.TEMPLATE.read_text())
 
 
+def test_a_summary_of_an_earlier_process_is_not_shown(folder, tmp_path):
+    """The run has been resumed since, and was killed. NaN in a summary is a text."""
+    run = shutil.copytree(folder, tmp_path / "run")
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {"eval_after": {"accuracy": math.nan}}))
+    [shown] = data_of(look.make_page([run], largest=0))["runs"]
+    assert (shown["status"], shown["after"]["accuracy"]) == ("completed", "NaN")
+    (run / "summary.json").write_text(json.dumps(summary | {"iterations": summary["iterations"] - 1}))
+    [shown] = data_of(look.make_page([run]))["runs"]
+    assert (shown["status"], shown["after"]) == ("ended without a summary", None)
+
+
 def test_runs_that_go_on_are_damaged_or_old_have_a_page(folder, tmp_path):
     run = shutil.copytree(folder, tmp_path / "run")
     (run / "summary.json").unlink()

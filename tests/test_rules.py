@@ -113,7 +113,8 @@ def forked(ppo, folder, old, new):
 
 @BOTH_DTYPES
 def test_a_choice_of_samples_may_round_differently(ppo, tmp_path, dtype):
-    choice = "trained = experience.select(torch.arange(1, 12, 2))  #"
+    rounded = "trained.old_logprobs *= 1 + 2e-6"  # On some processors the choice alone changes nothing.
+    choice = f"trained = experience.select(torch.arange(1, 12, 2)); {rounded}  #"
     with forked(ppo, tmp_path, "trained = experience  #", choice) as fork:
         seen = record(fork, tmp_path, **RAGGED, dtype=dtype, compile="off")
     assert [len(row["ratio/steps"]) for row in seen.rows] == [2, 2]

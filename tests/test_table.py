@@ -6,7 +6,9 @@ import functools
 import json
 import shlex
 import shutil
+import subprocess
 import sys
+import types
 
 import pytest
 import tyro
@@ -195,7 +197,7 @@ def test_lines_are_carried_over_if_the_first_iterations_are_the_same(tmp_path, m
     assert carried[0]["fingerprints"] == ["a", "b", "c"] and "fingerprints" not in carried[1]
     said = capsys.readouterr().out
     assert "sort, constant: iteration 3 differs from that of" in said
-    assert "sort, critic, 3: its line is of other code than seed 1" in said
+    assert "sort, critic, 3: its line is of other code than that of seed 1" in said
     made.clear()
     assert not table.carry(["sort"], 2, "smollm2") and {name for name, *_ in made} == {"constant"}
 
@@ -212,6 +214,66 @@ def test_fingerprints_of_another_processor_are_not_compared(stored, sides, tmp_p
     common.add_line(table.DATA, line_of(job, {}, code="0123") | {"fingerprints": list(stored)})
     assert table.carry(["default"], 1, "smollm2") and set(made) == sides
     assert table.read_table()[-1]["fingerprints"] == ["a", "b", "c"] and table.finished(job, table.read_table())
+
+
+def test_carry_says_which_lines_it_leaves(tmp_path, monkeypatch, capsys):
+    """The line of seed 1 counts already, or is of uncommitted code. A line of the present code is left alone."""
+    monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
+    monkeypatch.setattr(table, "PAGE", tmp_path / "table.md")
+    monkeypatch.setattr(table, "first_iterations", lambda job, root, resumed: list("abc"))
+    monkeypatch.setattr(table, "checkouts", lambda: contextlib.nullcontext(lambda commit: tmp_path / commit))
+    one, two, three = table.jobs_of(["default"], [1, 2, 3])
+    for lines, complete, said in (
+        ([line_of(one, {}), line_of(two, {}, code="0123")], False, "seed 1 is of this code, so these seeds must be made again: [2]"),  # noqa: E501
+        ([line_of(one, {}, code="0123") | {"commit": "abc+"}], False, "seed 1 is of uncommitted code"),
+        ([line_of(three, {}, code="0123")], False, "there is no line of seed 1"),
+        ([line_of(one, {}, code="0123"), line_of(two, {})], True, "3 iterations are those of"),
+    ):
+        table.DATA.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert table.carry(["default"], 1, "smollm2") is complete and said in capsys.readouterr().out
+
+
+def test_a_run_that_fails_when_it_is_resumed_is_not_carried(tmp_path, monkeypatch):
+    (tmp_path / "ppo_llm.py").write_text(FAILS_LATER)
+    monkeypatch.setitem(table.ROWS, "small", table.Row("", {"": table.Run()}, ()))
+    job = table.Job("small", "", 1)
+    assert len(table.first_iterations(job, tmp_path, False)) == 4
+    with pytest.raises(RuntimeError, match="ended with code 3"):
+        table.first_iterations(job, tmp_path, True)
+
+
+FAILS_LATER = """
+import json, sys, time
+from pathlib import Path
+at = lambda name: sys.argv[sys.argv.index(name) + 1]
+folder = Path(at("--log-dir"), "run")
+if folder.exists():
+    sys.exit(3)
+folder.mkdir()
+for i in range(5):
+    for name, count in ("completions", 4), ("metrics", 1):
+        with open(folder / f"{name}.jsonl", "a") as file:
+            file.write((json.dumps({"iteration": i, "prompt": "a", "response": "b"}) + "\\n") * count)
+    time.sleep(0.3)
+"""
+
+
+def test_a_patch_is_applied_inside_of_a_repository_too(tmp_path):
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "ppo_llm.py").write_text((ROOT / "ppo_llm.py").read_text())
+    common.git_apply(ROOT / "forks" / "lora.patch", tmp_path / "in")
+    assert (tmp_path / "in" / "ppo_llm.py").read_text() != (ROOT / "ppo_llm.py").read_text()
+
+
+def test_tests_that_did_not_run_have_no_line(monkeypatch):
+    job = table.jobs_of(["tests"], [1])[0]
+    run = types.SimpleNamespace(stdout="5 passed, 1 error", returncode=1)
+    monkeypatch.setattr(table.subprocess, "run", lambda *args, **kwargs: run)
+    with pytest.raises(RuntimeError, match="ended with code 1, but no test failed"):
+        table.time_of_tests(job)
+    run.stdout = "5 passed, 1 failed"
+    assert table.time_of_tests(job)["failed"] == 1
 
 
 def test_rows_without_first_iterations_are_not_carried(tmp_path, monkeypatch, capsys):
