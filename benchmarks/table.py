@@ -1005,10 +1005,8 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
         if old is None or old["code"] == job.code or old["commit"].endswith("+"):
             of_seeds = [dataclasses.replace(job, seed=seed) for seed in range(1, ROWS[job.row].seeds + 1)]
             if others := [each.seed for each in of_seeds if not finished(each, lines) and last_line(each, lines)]:
-                why = "there is no line of seed 1" if old is None else (
-                    "the line of seed 1 is of this code" if old["code"] == job.code
-                    else "the line of seed 1 is of uncommitted code")  # fmt: skip
-                print(f"{job.row}, {job.variant}: {why}, so these seeds must be made again: {others}")
+                print(f"{job.row}, {job.variant}: seed 1 has no line of an earlier commit to compare with, so "
+                      f"these seeds must be made again: {others}")  # fmt: skip
                 complete = False
             continue
         if job.run.make in ("sums_with_trl", "made_again", "planted_faults", "preferences"):
@@ -1022,7 +1020,7 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
         """The fingerprints of the present code, and which of them is the first that differs."""
         before, now = old.get("fingerprints"), first_iterations(job, ROOT, resumed=True)
         if not before or first_difference(before, now) is not None:
-            before = first_iterations(job, checkout(old["commit"].rstrip("+")), resumed=False)
+            before = first_iterations(job, checkout(old["commit"]), resumed=False)
         return now, first_difference(before, now)
 
     with checkouts() as checkout, concurrent.futures.ThreadPoolExecutor(workers) as pool:

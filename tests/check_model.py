@@ -10,6 +10,7 @@ With --patches any_model,vllm, families are tried that run on padded rows.
 import argparse
 import copy
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -29,10 +30,10 @@ def patched_module(folder: Path, script="ppo_llm", patches=("any_model",)):
     shutil.copy(ROOT / path.name, path)
     for patch in patches:
         text = (ROOT / "forks" / f"{patch}.patch").read_text().replace("ppo_llm.py", path.name)
-        apply = ["git", "apply"]
-        is_there = subprocess.run([*apply, "-R", "--check"], input=text, cwd=folder, text=True, capture_output=True)
-        if is_there.returncode:
-            subprocess.run(apply, input=text, cwd=folder, text=True, check=True)
+        apply, env = ["git", "apply"], os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+        settings = dict(input=text, cwd=folder, text=True, env=env)  # see git_apply in benchmarks/common.py
+        if subprocess.run([*apply, "-R", "--check"], **settings, capture_output=True).returncode:
+            subprocess.run(apply, **settings, check=True)
     spec = importlib.util.spec_from_file_location(f"{script}_with_{'_'.join(patches)}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

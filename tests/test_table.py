@@ -224,9 +224,9 @@ def test_carry_says_which_lines_it_leaves(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table, "checkouts", lambda: contextlib.nullcontext(lambda commit: tmp_path / commit))
     one, two, three = table.jobs_of(["default"], [1, 2, 3])
     for lines, complete, said in (
-        ([line_of(one, {}), line_of(two, {}, code="0123")], False, "seed 1 is of this code, so these seeds must be made again: [2]"),  # noqa: E501
-        ([line_of(one, {}, code="0123") | {"commit": "abc+"}], False, "seed 1 is of uncommitted code"),
-        ([line_of(three, {}, code="0123")], False, "there is no line of seed 1"),
+        ([line_of(one, {}), line_of(two, {}, code="0123")], False, "these seeds must be made again: [2]"),
+        ([line_of(one, {}, code="0123") | {"commit": "abc+"}], False, "these seeds must be made again: [1]"),
+        ([line_of(three, {}, code="0123")], False, "these seeds must be made again: [3]"),
         ([line_of(one, {}, code="0123"), line_of(two, {})], True, "3 iterations are those of"),
     ):
         table.DATA.write_text("".join(json.dumps(line) + "\n" for line in lines))
