@@ -79,7 +79,6 @@ with top-p or top-k, and images. Of models: other families than those of section
 from __future__ import annotations
 
 import asyncio
-import atexit
 import bisect
 import contextlib
 import copy
@@ -393,7 +392,7 @@ def value_loss(values, old_values, returns, mask, clip, denom) -> tuple[Tensor, 
     loss = 0.5 * losses.sum() / denom
     with torch.no_grad():
         stats = {
-            "value_dev": torch.where(mask, values - old_values, 0.0).abs().sum() / denom,
+            "value_dev": (values - old_values).abs().sum() / denom,
             "token_share": mask.sum() / denom,
         }
     return loss, stats
@@ -407,7 +406,11 @@ def train(args: Args) -> dict:
     args = fill_in_defaults(args)  # This also connects the ranks. From here on no flag changes.
     stop = StopSignals()
     with make_envs(args) as envs, make_envs(args, evaluation=True) as eval_envs, stop.restore:
-        return run_ppo(args, envs, eval_envs, stop)
+        try:
+            return run_ppo(args, envs, eval_envs, stop)
+        finally:
+            env_threads(len(envs)).terminate()  # After an error, turns that wait are not played.
+            env_threads.cache_clear()
 
 
 def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
@@ -522,7 +525,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
                     loss = pg_loss
                     if args.entropy_coef:
                         loss = loss - args.entropy_coef * entropy
-                    if args.kl_loss and reference:
+                    if args.kl_loss:
                         kls = kl_estimate(newlogprobs, mb.ref_logprobs, args.kl_loss)
                         ratios = torch.exp(newlogprobs - mb.old_logprobs).detach()  # pi / pi_old
                         mb_stats["kl_loss"] = (ratios * kls * mb.mask).sum() / n_tokens
@@ -564,7 +567,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         )  # fmt: skip
         # FORK: other numbers to log. Write them as in metrics["mine/number"] = float(...).
         tokens = logged_tokens(episodes, experience, trained, actor, tokenizer, args)
-        run.log(metrics, episodes, experience, tokens)
+        run.log(metrics, episodes, experience, tokens, same_microbatches)
         # state.iteration changes only here, because the order of the minibatches depends on it.
         state.iteration += 1
         state.prompts += args.rollout_batch_size
@@ -757,8 +760,9 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
         kl_penalty = args.kl_coef * kl
     rewards = experience.rewards - kl_penalty
     # masked_whiten sums the squares of the advantages. Without a critic, the number below is an
-    # upper bound of that sum. If it is finite, the sum is finite.
-    if not (rewards.square().sum() * mask.shape[1] ** 2).isfinite():
+    # upper bound of that sum. If it is finite, the sum is finite. Samples without a reward do not
+    # count.
+    if not (rewards[mask.any(1)].square().sum() * mask.shape[1] ** 2).isfinite():
         raise UserError("a reward, or its penalty for the KL, is not finite, or is too large")
 
     # --- Values, returns, advantages. Advantages are whitened over all sampled tokens.
@@ -770,8 +774,8 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
     _, returns = compute_gae(rewards, experience.values, mask, args.gamma, args.critic_lambda)
     experience.returns = returns
     experience.advantage_std = float(advantages[mask].std()) if mask.sum() > 1 else 0.0
-    # If all advantages are equal, they become 0. Their mean has a rounding error that is
-    # proportional to their size, and whitening would amplify this error.
+    # If all advantages are equal but for rounding, or nearer than 1e-6, they become 0. Their mean
+    # has a rounding error that is proportional to their size, and whitening would amplify it.
     if experience.advantage_std < 1e-6 * max(1.0, float(advantages.abs().max())):
         advantages = torch.zeros_like(advantages)
     experience.advantages = masked_whiten(advantages, mask)
@@ -1977,7 +1981,8 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 #
 # A prompt is text, which becomes a user message, or a list of messages with role and content. So is
 # `text`, the next prompt if the episode goes on. `response` has no special tokens and no stop
-# tokens. step also gets a response that was cut off. The episode then ends, whatever step returns.
+# tokens. step also gets a response that was cut off. The episode then ends, even if step has a next
+# prompt for it.
 # A reward of None ends the episode, and none of its tokens are trained on.
 #
 # The same seed must always give the same prompt. Evaluations use the seeds from 0 on. Training uses
@@ -2193,11 +2198,10 @@ def start_threads(count: int) -> ThreadPool:
                 "cannot make the semaphores of a ThreadPool, which are files in /dev/shm: it must "
                 f"exist, be writable, and have space left: {type(error).__name__}: {error}"
             ) from error
-    atexit.register(threads.terminate)  # A thread that hangs does not keep the process alive.
-    return threads
+    return threads  # They are daemons: one that hangs does not keep the process alive.
 
 
-env_threads = functools.cache(start_threads)  # All turns of a run share them.
+env_threads = functools.cache(start_threads)  # All turns of a run share them. `train` ends them.
 
 
 def set_up_thread(gradients: bool):
@@ -2261,7 +2265,7 @@ def checked_step(env: gym.Env, response: str) -> tuple[list[dict], float | None,
             f"terminated, truncated and success must be True or False, not {flags!r:.200}"
         )
     end = "terminated" if terminated else "truncated" if truncated else ""
-    return [] if end else as_messages(text), reward, end, info
+    return [] if end or reward is None else as_messages(text), reward, end, info
 
 
 def to_float(x, name: str) -> float:
@@ -2326,6 +2330,8 @@ def make_envs(args, evaluation: bool = False) -> Iterator[list[gym.Env]]:
         if evaluation:
             kwargs |= json.loads(args.eval_env_kwargs)
     envs = []
+    if not evaluation:
+        load_rows.cache_clear()  # An earlier run of this process may have read an older version.
     try:
         with attempt(f"make the environment of {flags}", CodeError):
             if args.env_id == "Prompts-v0" and not (kwargs.get("reward") or args.reward_model):
@@ -2348,8 +2354,11 @@ def close_envs(envs: list[gym.Env]):
     """Close all environments, side by side. Then raise the first error."""
     if envs:
         threads = start_threads(len(envs))  # The threads of env_threads may hang.
-        with attempt("close the environments", CodeError):
-            threads.map_async(lambda env: env.close(), envs, chunksize=1).get(ENV_TIMEOUT)
+        try:
+            with attempt("close the environments", CodeError):
+                threads.map_async(lambda env: env.close(), envs, chunksize=1).get(ENV_TIMEOUT)
+        finally:
+            threads.close()
 
 
 def env_attribute(env: gym.Env, name: str, kind: type):
@@ -2710,7 +2719,7 @@ def check_iteration(
             f"{kl:.2g} nats apart on average: another temperature? samples of another policy?"
         )
     is_first = state.critic_steps == len(critic_step_stats)
-    wrong_values = metrics["critic/first_dev"] > value_tolerance(experience)
+    wrong_values = metrics["critic/first_dev"] > value_tolerance(experience, True, args)
     if is_first and same_microbatches and wrong_values:
         raise UserError(
             "the first values of the critic are not those of the experience, but "
@@ -2721,9 +2730,10 @@ def check_iteration(
 CRITIC_ADVICE = "does make_experience change them, or do the updates run another forward pass?"
 
 
-def value_tolerance(experience: Experience) -> float:
+def value_tolerance(experience: Experience, same_microbatches: bool, args) -> float:
     """Mean distance of the first values from the old ones that rounding explains."""
-    return 1e-6 * max(1.0, float(experience.values.abs().max()))
+    rounding = 1e-6 if same_microbatches else sampler_tolerance(args)
+    return rounding * max(1.0, float(experience.values.abs().max()))
 
 
 def some_weights(model: Transformer) -> Tensor:
@@ -2739,14 +2749,16 @@ def update_sampler(actor: Transformer, sampler: Transformer) -> float:
     return float((after - before).double().norm() / after.double().norm())
 
 
-def find_mistakes(metrics: dict, experience: Experience, args) -> Iterator[str]:
+def find_mistakes(
+    metrics: dict, experience: Experience, same_microbatches: bool, args
+) -> Iterator[str]:
     """Warnings. The caller prints each text once in a run."""
     cause = metrics["ratio/diagnosis"]
     if cause:
         yield f"  ratio: {cause}: {ADVICE[cause]}"
     if metrics.get("critic/skipped"):
         yield "  critic: steps are skipped, since gradients are not finite"
-    if metrics["critic/first_dev"] > value_tolerance(experience):
+    if metrics["critic/first_dev"] > value_tolerance(experience, same_microbatches, args):
         yield f"  critic: its first values are not those of the experience: {CRITIC_ADVICE}"
     for model in "actor", "critic":
         share = metrics.get(f"{model}/token_share", 1)
@@ -3430,7 +3442,8 @@ class StopSignals:
     def catch(self):
         if threading.current_thread() is not threading.main_thread():
             return  # Only the main thread can handle signals.
-        # nohup has SIGHUP ignored, and user code may handle signals. These are left as they are.
+        # nohup has SIGHUP ignored, and user code may handle signals. These are left as they are,
+        # but for SIGTERM and SIGINT.
         numbers = [
             number
             for number in SIGNALS
@@ -3559,7 +3572,7 @@ class Run:
         except OSError:
             return  # This disk has no locks.
 
-    def log(self, metrics: dict, episodes: list[Episode], experience: Experience, tokens: list):
+    def log(self, metrics: dict, episodes, experience: Experience, tokens, same_microbatches):
         """Report an iteration: *.jsonl, TensorBoard, terminal."""
         i = self.state.iteration
         samples = logged_samples(episodes, experience)
@@ -3594,7 +3607,7 @@ class Run:
             f"explained {metrics['critic/explained_variance']:.2f}, "
             f"{metrics['time/iteration']:.2f} s"
         )
-        for text in find_mistakes(metrics, experience, self.args):
+        for text in find_mistakes(metrics, experience, same_microbatches, self.args):
             self.print_once(text)
 
     def append(self, name: str, row: dict):
@@ -3621,6 +3634,10 @@ class Run:
         if RANK == 0:
             write_json(self.path / "summary.json", self.summary)
             self.writer.close()
+            if self.args.track:  # Else the next run of this process would be logged to this one.
+                import wandb
+
+                wandb.finish(exit_code=int(status == "failed"))
         return self.summary
 
 

@@ -231,11 +231,13 @@ def test_functions_with_another_signature_are_refused(ppo, tmp_path):
 
 
 class Unscored(environments.TextEnv):
-    """Every third sample has no reward; the first turn of each gives half a point."""
+    """Every third sample has no reward, and no further prompt. Its first one is absurd, that of others half a point."""
 
     def turn(self, response):
-        reward = None if self.seed % 3 == 0 and len(self.seen) == 2 else 0.5
-        return "c", reward, len(self.seen) == 2, False, {"metrics": {"turns": len(self.seen), "third": self.seed % 3 == 1}}  # noqa: E501
+        metrics = {"metrics": {"turns": len(self.seen), "third": self.seed % 3 == 1}}
+        if self.seed % 3 == 0:
+            return (None, None, False, False, metrics) if len(self.seen) == 2 else ("c", 1e30, False, False, metrics)
+        return "c", 0.5, len(self.seen) == 2, False, metrics
 
 
 environments.gym.register("Unscored-v0", entry_point=Unscored)
@@ -283,6 +285,17 @@ def test_whole_prompts_are_in_completions(ppo, tmp_path, tokenizer):
     record(ppo, tmp_path, **flags, max_prompt_tokens=40)
     samples = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
     assert {sample["prompt"] for sample in samples} == {"Be brief.\na?"}
+
+
+def test_a_file_of_prompts_that_has_changed_is_read_anew_by_the_next_run(ppo, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    environments.gym.register("Changed-v0", entry_point=ppo.Prompts)  # Prompts-v0 may be that of the other script.
+    flags = dict(env_id="Changed-v0", env_kwargs=json.dumps({"path": str(rows), "reward": "environments:length"}))
+    for name, prompt in ("first", "a="), ("second", "b="):
+        rows.write_text(json.dumps({"prompt": prompt}))
+        record(ppo, tmp_path, **flags, run_name=name, num_iterations=1)
+        samples = map(json.loads, (tmp_path / name / "completions.jsonl").read_text().splitlines())
+        assert {sample["prompt"] for sample in samples} == {prompt}
 
 
 def test_the_game_of_the_page():

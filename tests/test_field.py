@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import gc
 import json
 import math
 import os
@@ -16,7 +17,9 @@ import sys
 import threading
 import time
 import types
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from unittest import mock
 
 import pytest
@@ -305,6 +308,51 @@ def test_environments_are_closed_although_all_their_turns_hang(ppo):
     closed_at_the_end(ppo, lambda: None, count=3)
     assert time.monotonic() - began < 2
     judge.set()
+
+
+def test_the_threads_that_close_environments_end_and_so_do_their_pipes(ppo):
+    """A process may train many times. A pool that is forgotten, not closed, warns of it."""
+    open_now = lambda: (threading.active_count(), len(os.listdir("/dev/fd")))
+    before, began = open_now(), time.monotonic()
+    more = lambda: any(now > then for now, then in zip(open_now(), before))
+    with warnings.catch_warnings(action="error"), mock.patch.object(sys, "unraisablehook") as forgotten:
+        ppo.close_envs([Closes([]) for _ in range(8)])
+        while more() and time.monotonic() - began < 10:
+            gc.collect()
+            time.sleep(0.02)
+    assert not more() and not forgotten.called
+
+
+class Judged(TextEnv):
+    """Each turn waits for a judge, which the test sets."""
+
+    judge = asked = None
+
+    def turn(self, response):
+        self.asked.append(self.seed)
+        return self.judge(super().turn(response))
+
+
+gym.register("Judged-v0", entry_point=Judged)
+
+
+@pytest.mark.both
+def test_a_run_after_one_whose_turns_hang_has_threads_of_its_own(ppo, tmp_path, monkeypatch):
+    """And turns that wait for a thread when a run fails are not played later."""
+    flags, forever = dict(env_id="test_field:Judged-v0", num_iterations=1, eval_episodes=0), threading.Event()
+    monkeypatch.setattr(ppo, "ENV_TIMEOUT", 0.5)
+    monkeypatch.setattr(Judged, "asked", [])
+    monkeypatch.setattr(Judged, "judge", lambda _, answer: forever.wait(20) and answer)
+    two_threads = mock.patch.object(ppo, "ThreadPool", lambda count, *setup: ThreadPool(2, *setup))
+    with two_threads:
+        refuse(ppo, tmp_path, "in 0.5 seconds", begun=True, **flags)
+    asked = len(Judged.asked)
+    forever.set()
+    time.sleep(0.2)
+    assert asked == len(Judged.asked) == 2
+    monkeypatch.setattr(Judged, "judge", lambda _, answer: answer)
+    forever.clear()
+    assert record(ppo, tmp_path, **flags, run_name="next").summary["status"] == "completed"
 
 
 BARRIER = threading.Barrier(12)

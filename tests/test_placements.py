@@ -151,7 +151,7 @@ def test_rollout_ranks_sample_one_iteration_ahead(ranks, players, patched, launc
     row = {"ratio/diagnosis": None} | lines(folder / "run")[1]  # The sampler is late by design: no warning.
     assert row["debug/sampler_trainer_logprob_diff"] > 1e-2
     module, experience = patched("rollout_ranks"), types.SimpleNamespace(values=torch.zeros(1))
-    assert not [*module.find_mistakes(row, experience, module.Args(**flags))]
+    assert not [*module.find_mistakes(row, experience, True, module.Args(**flags))]
     assert [seen["code"] for seen in saw(folder, "stopped", ranks)] == [143] * ranks
     assert [path.name for path in (folder / "stopped" / "checkpoints").iterdir()] == ["iter_000003"]
     assert placed(folder, "run", ranks)[-2:] == ["actor critic reference" if players == 1 else "sampler", "sampler"]

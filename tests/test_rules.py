@@ -113,12 +113,13 @@ def forked(ppo, folder, old, new):
 
 @BOTH_DTYPES
 def test_a_choice_of_samples_may_round_differently(ppo, tmp_path, dtype):
-    rounded = "trained.old_logprobs *= 1 + 2e-6"  # On some processors the choice alone changes nothing.
+    # On some processors the choice alone changes nothing.
+    rounded = "trained.old_logprobs *= 1 + 2e-6; trained.values += 5e-5"
     choice = f"trained = experience.select(torch.arange(1, 12, 2)); {rounded}  #"
     with forked(ppo, tmp_path, "trained = experience  #", choice) as fork:
         seen = record(fork, tmp_path, **RAGGED, dtype=dtype, compile="off")
     assert [len(row["ratio/steps"]) for row in seen.rows] == [2, 2]
-    warned = [text for text in seen.printed if "ratio: forward_mismatch: " in text]
+    warned = [text for text in seen.printed if re.match("  (ratio|critic): ", text)]
     assert not warned and all(row["ratio/first_dev"] < 0.05 for row in seen.rows)
 
 
@@ -222,7 +223,7 @@ def test_what_rounding_explains_depends_on_dtype_and_temperature(ppo):
         metrics = {"ratio/diagnosis": None, "critic/first_dev": 0.0, "ratio/first_dev": 1.0}
         for factor in (0.9, 1.1):
             metrics["debug/sampler_trainer_logprob_diff"] = factor * limit
-            said = ppo.find_mistakes(metrics, types.SimpleNamespace(values=torch.zeros(1)), args)
+            said = ppo.find_mistakes(metrics, types.SimpleNamespace(values=torch.zeros(1)), True, args)
             assert [text.startswith(WARNING) for text in said] == [True] * (factor > 1)
 
 

@@ -345,8 +345,11 @@ def test_evaluations_on_the_way_are_logged_and_change_nothing(run):
 
 
 def test_seconds_are_those_of_the_phases_without_the_evaluations(ppo, tmp_path):
-    """By a clock that stands still but in these functions. An evaluation, before an iteration, plays two rollouts."""
-    now, real = [0.0], ppo.time.monotonic()
+    """By a clock that nearly stands still but in these functions. If it stood still, threads would not end.
+
+    An evaluation, before an iteration, plays two rollouts.
+    """
+    now, real, ticks = [0.0], ppo.time.monotonic(), itertools.count()
 
     def lasts(name, seconds):
         function = getattr(ppo, name)
@@ -359,7 +362,7 @@ def test_seconds_are_those_of_the_phases_without_the_evaluations(ppo, tmp_path):
 
     seconds = dict(rollout=1, make_experience=10, value_loss=100, policy_loss=1000, update_sampler=10_000)
     with mock.patch.multiple(ppo, **{name: lasts(name, x) for name, x in seconds.items()}):
-        with mock.patch.object(ppo.time, "monotonic", lambda: real + now[0]):
+        with mock.patch.object(ppo.time, "monotonic", lambda: real + now[0] + 1e-6 * next(ticks)):
             seen = record(ppo, tmp_path, eval_every=1, num_iterations=2)
     phases = {"rollout": 1, "score": 10, "critic": 100 * STEPS, "actor": 1000 * STEPS, "hand_over": 10_000}
     assert len(seen.evaluations) == 2 * 3
@@ -676,7 +679,11 @@ def test_weights_and_biases_gets_flags_and_what_tensorboard_gets(ppo, tmp_path):
     with mock.patch.dict(sys.modules, wandb=wandb):
         for more in dict(save_every=1, num_iterations=1), dict(resume="auto"):
             record(ppo, tmp_path, track=True, wandb_project="sums", **more)
-    first, again = (call.kwargs for call in wandb.init.call_args_list)
+        with mock.patch.object(ppo, "rollout", side_effect=OSError), pytest.raises(OSError):
+            record(ppo, tmp_path, track=True, run_name="failed")
+    assert [name for name, *_ in wandb.mock_calls] == ["init", "finish"] * 3
+    assert [call.kwargs for call in wandb.finish.call_args_list] == [{"exit_code": code} for code in (0, 0, 1)]
+    first, again, _ = (call.kwargs for call in wandb.init.call_args_list)
     assert first["config"]["train_batch_size"] == SMALL["train_batch_size"] and first["sync_tensorboard"]
     assert (first["project"], first["id"], first["resume"]) == ("sums", "run", "never")
     assert (again["project"], again["id"], again["resume"]) == ("sums", "run", "allow")
