@@ -760,8 +760,8 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
         kl_penalty = args.kl_coef * kl
     rewards = experience.rewards - kl_penalty
     # masked_whiten sums the squares of the advantages. Without a critic, the number below is an
-    # upper bound of that sum. If it is finite, the sum is finite. Samples without a reward do not
-    # count.
+    # upper bound of that sum. If it is finite, the sum is finite. Samples without a reward are not
+    # trained on, so they may have any number.
     if not (rewards[mask.any(1)].square().sum() * mask.shape[1] ** 2).isfinite():
         raise UserError("a reward, or its penalty for the KL, is not finite, or is too large")
 
@@ -1982,8 +1982,7 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 # A prompt is text, which becomes a user message, or a list of messages with role and content. So is
 # `text`, the next prompt if the episode goes on. `response` has no special tokens and no stop
 # tokens. step also gets a response that was cut off. The episode then ends, even if step has a next
-# prompt for it.
-# A reward of None ends the episode, and none of its tokens are trained on.
+# prompt for it. A reward of None ends the episode as well, and none of its tokens are trained on.
 #
 # The same seed must always give the same prompt. Evaluations use the seeds from 0 on. Training uses
 # consecutive seeds from a random one on, which is at least FIRST_TRAINING_SEED. An environment that
