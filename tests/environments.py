@@ -127,11 +127,12 @@ class Serves(TextEnv):
 
 
 class Held(TextEnv):
-    """Its turns last as long as there is a file named hold, at least a fifth of a second."""
+    """Its turns last as long as there is a file named hold, at least a fifth of a second. Held turns write held."""
 
     def turn(self, response):
         time.sleep(0.2)
         while os.path.exists("hold"):
+            open("held", "w").close()
             time.sleep(0.05)
         return super().turn(response)
 

@@ -252,15 +252,16 @@ def test_the_batch_script_of_slurm_stops_and_resumes_a_run(ppo, tmp_path):
         path = f"PATH={tmp_path / 'bin'}:{os.environ['PATH']}"
         return start(["env", path, *variables, "bash", "-c", script.replace("29500", str(port))], tmp_path)
 
-    def wait_for_lines(count, seconds=600):
+    def wait_until(condition, seconds=600):
         end = time.monotonic() + seconds
-        while not (run / "metrics.jsonl").exists() or len(lines(run)) < count:
+        while not condition():
             assert first.poll() is None and time.monotonic() < end, "hangs"
             time.sleep(0.05)
 
     first = job(1)
-    wait_for_lines(2)
+    wait_until(lambda: (run / "metrics.jsonl").exists() and len(lines(run)) >= 2)
     (tmp_path / "hold").touch()  # The iteration lasts until the second job has ended.
+    wait_until((tmp_path / "held").exists)  # A signal between two iterations would end the run at once.
     os.kill(int((tmp_path / "task").read_text()), signal.SIGTERM)
     _, output = finish(job(2), timeout=600)
     assert f"another process runs in {run}" in output and not (tmp_path / "requeued").exists(), output
