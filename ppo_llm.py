@@ -79,6 +79,7 @@ with top-p or top-k, and images. Of models: other families than those of section
 from __future__ import annotations
 
 import asyncio
+import atexit
 import bisect
 import contextlib
 import copy
@@ -2201,6 +2202,7 @@ def start_threads(count: int) -> ThreadPool:
 
 
 env_threads = functools.cache(start_threads)  # All turns of a run share them. `train` ends them.
+atexit.register(env_threads.cache_clear)  # for code that calls `rollout` without `train`
 
 
 def set_up_thread(gradients: bool):
@@ -2718,8 +2720,8 @@ def check_iteration(
             f"{kl:.2g} nats apart on average: another temperature? samples of another policy?"
         )
     is_first = state.critic_steps == len(critic_step_stats)
-    wrong_values = metrics["critic/first_dev"] > value_tolerance(experience, True, args)
-    if is_first and same_microbatches and wrong_values:
+    tolerance = value_tolerance(experience, same_microbatches, args)
+    if is_first and same_microbatches and metrics["critic/first_dev"] > tolerance:
         raise UserError(
             "the first values of the critic are not those of the experience, but "
             f"{metrics['critic/first_dev']:.2g} away on average: {CRITIC_ADVICE}"

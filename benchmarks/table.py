@@ -19,9 +19,10 @@ After a change that should not change results, `carry` makes the first iteration
 variant, with the row's own schedule, stopped and resumed in between. It makes them with the code of the earlier line
 as well, from its commit, unless that line has their fingerprints and they agree: other processors round in other ways,
 so a difference counts only if one machine made both sides. A fingerprint is a hash of an iteration's metrics, to the
-last bit, and of its logged responses. If all of them agree, the lines of all seeds count for the new code too, and name
-the commit of their run. If not, `carry` says which iteration differs, and the runs must be made again. So must rows
-that measure time, runs of TRL, and the rows "pages", "faults" and "preferences", whose runs are no single training.
+last bit, and of its logged responses; of a run of TRL, of its weights. If all of them agree, the lines of all seeds
+count for the new code too, and name the commit of their run. If not, `carry` says which iteration differs, and the runs
+must be made again. So must rows that measure time, and the rows "pages" and "faults", whose runs are no single
+training.
 
 --jobs runs (default 2) are made at a time, each on one thread. Rows that measure time come last. Their runs are made
 one at a time, and wait until the processor is idle. --model-dir, or the variable MODEL_DIR, is the folder that
@@ -910,8 +911,8 @@ def fingerprints(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def training(job: Job, folder: Path) -> tuple[str, list[str], int] | None:
-    """(script, flags, ranks) of a training whose first iterations stand for the run. None if there is none."""
+def training(job: Job, folder: Path) -> tuple[str, list[str], int]:
+    """(script, flags, ranks) of a training whose first iterations stand for the run."""
     flags = [job.model_dir if flag == "smollm2" else flag for flag in shlex.split(job.flags)]
     match job.run.make:
         case "script_numbers" | "guess_number":
@@ -926,15 +927,66 @@ def training(job: Job, folder: Path) -> tuple[str, list[str], int] | None:
             import ranks
 
             return SCRIPTS[0], ranks.FLAGS, 2
-    return None
+    raise ValueError(job.run.make)
+
+
+def weights_of_trl(folder: str, seed: int, count: int) -> list[str]:
+    """Hashes of the weights after each of the first iterations of `sums_with_trl`, and of the evaluation before them.
+
+    Here the shuffling has a seed. The function runs in a process of its own, with the modules of one checkout.
+    """
+    import hashlib
+
+    import learning_real
+    import numpy
+    import torch
+
+    hashes = []
+
+    class FirstIterations(learning_real.Evaluation):
+        def add(self, samples, seconds, model):
+            super().add(samples, seconds, model)  # which answers before the training only
+            if samples:
+                weights = (weight.numpy().tobytes() for weight in model.state_dict().values())
+                parts = [repr(self.points).encode(), *weights]
+                hashes.append(hashlib.sha256(b"".join(parts)).hexdigest()[:10])
+            if len(hashes) == count:
+                raise EOFError
+
+    torch.set_num_threads(1)
+    numpy.random.seed(seed)
+    learning_real.between_points = lambda flags: 1
+    flags = learning_real.TASKS["sums, short"]
+    try:
+        learning_real.trl(folder, flags, seed, FirstIterations(folder, flags, seed))
+    except EOFError:
+        return hashes
 
 
 def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
-    """Fingerprints of the first iterations, by the script of `root`. The run is stopped then.
+    """Fingerprints of the first iterations, by the code of `root`. The run is stopped then.
 
-    resumed: it is stopped once before, by a signal that lets it save a checkpoint, and resumed.
+    resumed: it is stopped once before, by a signal that lets it save a checkpoint, and resumed. Runs of several ranks,
+    of TRL, and of "preferences" are not.
     """
     count = 2 if job.run.minutes > 10 else COMPARED_ITERATIONS
+    env, model = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}, job.model_dir
+    if job.run.make == "sums_with_trl":
+        source = f"{inspect.getsource(weights_of_trl)}\nprint(weights_of_trl({model!r}, {job.seed}, {count}))"
+        run = subprocess.run([sys.executable, "-W", "ignore", "-c", source], cwd=root / "benchmarks", env=env,
+                             capture_output=True, text=True)  # fmt: skip
+        if run.returncode:
+            raise RuntimeError(f"{job.row}, {job.variant}: exit code {run.returncode}\n{run.stderr[-2000:]}")
+        return ast.literal_eval(run.stdout.splitlines()[-1])
+    if job.run.make == "preferences":
+        with tempfile.TemporaryDirectory() as work:
+            script, folder = root / "benchmarks" / "preferences.py", Path(work, "runs/preferences")
+            start = [sys.executable, "-W", "ignore", str(script)]
+            for part in ["pairs", model], ["reward-model", model, "300"]:
+                subprocess.run([*start, *part], cwd=work, env=env, check=True, capture_output=True)
+            ppo = [*start, "ppo", model, "300", "0.05", str(job.seed)]
+            run_until(ppo, folder / f"300_0.05_{job.seed}", [(count, signal.SIGKILL)], cwd=work, env=env)
+            return fingerprints(folder / f"300_0.05_{job.seed}")[:count]
     with tempfile.TemporaryDirectory() as work:
         name, flags, ranks = training(job, Path(work))
         script = root / name
@@ -947,12 +999,16 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
             start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [*start, str(script), *flags, "--seed", str(job.seed), "--device", "cpu", "--log-dir", work,
                    "--run-name", "run", *["--resume", "auto"] * resumed]  # fmt: skip
-        folder, log = Path(work, "run"), Path(work, "log.txt")
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
         stops = [(count // 2, signal.SIGTERM)] * (resumed and not ranks) + [(count, signal.SIGKILL)]
-        for iterations, number in stops:
-            with log.open("a") as file:
-                child = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
+        run_until(command, Path(work, "run"), stops, env=env)
+        return fingerprints(Path(work, "run"))[:count]
+
+
+def run_until(command: list[str], folder: Path, stops: list[tuple[int, int]], **options) -> None:
+    """Start the command once for each stop, and send it that signal when its run has that many iterations."""
+    for iterations, number in stops:
+        with tempfile.TemporaryFile("w+") as log:
+            child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **options)
             while child.poll() is None and written_iterations(folder) < iterations:
                 time.sleep(0.05)
             if child.poll() is None:
@@ -960,9 +1016,9 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
                 send(child.pid, number)
             child.wait()
             if written_iterations(folder) < iterations and child.returncode:  # A run may be shorter.
-                tail = "\n".join(log.read_text().splitlines()[-15:])
-                raise RuntimeError(f"{job.row}, {job.variant}: the run ended with code {child.returncode}\n{tail}")
-        return fingerprints(folder)[:count]
+                log.seek(0)
+                tail = "\n".join(log.read().splitlines()[-15:])
+                raise RuntimeError(f"the run ended with code {child.returncode}\n{tail}")
 
 
 def first_difference(one: list, other: list) -> int | None:
@@ -1009,7 +1065,7 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
                       f"these seeds must be made again: {others}")  # fmt: skip
                 complete = False
             continue
-        if job.run.make in ("sums_with_trl", "made_again", "planted_faults", "preferences"):
+        if job.run.make in ("made_again", "planted_faults"):
             print(f"{job.row}, {job.variant}: has no first iterations to compare, so it must be made again")
             complete = False
             continue

@@ -355,6 +355,15 @@ def test_a_run_after_one_whose_turns_hang_has_threads_of_its_own(ppo, tmp_path, 
     assert record(ppo, tmp_path, **flags, run_name="next").summary["status"] == "completed"
 
 
+@pytest.mark.slow
+def test_a_process_that_plays_turns_without_train_ends_in_silence(ppo):
+    """Python, when it has torn down its modules, cannot end threads any more, and prints an ignored error."""
+    code = f"import {ppo.__name__} as ppo; ppo.env_threads(2)"
+    folder = os.path.dirname(ppo.__file__)
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
 BARRIER = threading.Barrier(12)
 
 
