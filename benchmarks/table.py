@@ -1080,7 +1080,8 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
         return now, first_difference(before, now)
 
     with checkouts() as checkout, concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        futures = {pool.submit(both, *pair): pair for pair in wanted.values()}
+        longest_first = sorted(wanted.values(), key=lambda pair: pair[0].run.minutes, reverse=True)
+        futures = {pool.submit(both, *pair): pair for pair in longest_first}
         for future in concurrent.futures.as_completed(futures):
             job, old = futures[future]
             if future.exception():
