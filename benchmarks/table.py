@@ -973,20 +973,16 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
     env, model = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}, job.model_dir
     if job.run.make == "sums_with_trl":
         source = f"{inspect.getsource(weights_of_trl)}\nprint(weights_of_trl({model!r}, {job.seed}, {count}))"
-        run = subprocess.run([sys.executable, "-W", "ignore", "-c", source], cwd=root / "benchmarks", env=env,
-                             capture_output=True, text=True)  # fmt: skip
-        if run.returncode:
-            raise RuntimeError(f"{job.row}, {job.variant}: exit code {run.returncode}\n{run.stderr[-2000:]}")
-        return ast.literal_eval(run.stdout.splitlines()[-1])
+        output = output_of([sys.executable, "-W", "ignore", "-c", source], cwd=root / "benchmarks", env=env)
+        return ast.literal_eval(output.splitlines()[-1])
     if job.run.make == "preferences":
         with tempfile.TemporaryDirectory() as work:
-            script, folder = root / "benchmarks" / "preferences.py", Path(work, "runs/preferences")
-            start = [sys.executable, "-W", "ignore", str(script)]
+            start = [sys.executable, "-W", "ignore", str(root / "benchmarks" / "preferences.py")]
             for part in ["pairs", model], ["reward-model", model, "300"]:
-                subprocess.run([*start, *part], cwd=work, env=env, check=True, capture_output=True)
-            ppo = [*start, "ppo", model, "300", "0.05", str(job.seed)]
-            run_until(ppo, folder / f"300_0.05_{job.seed}", [(count, signal.SIGKILL)], cwd=work, env=env)
-            return fingerprints(folder / f"300_0.05_{job.seed}")[:count]
+                output_of([*start, *part], cwd=work, env=env)
+            ppo, folder = [*start, "ppo", model, "300", "0.05", str(job.seed)], f"runs/preferences/300_0.05_{job.seed}"
+            run_until(ppo, Path(work, folder), [(count, signal.SIGKILL)], cwd=work, env=env)
+            return fingerprints(Path(work, folder))[:count]
     with tempfile.TemporaryDirectory() as work:
         name, flags, ranks = training(job, Path(work))
         script = root / name
@@ -1002,6 +998,14 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
         stops = [(count // 2, signal.SIGTERM)] * (resumed and not ranks) + [(count, signal.SIGKILL)]
         run_until(command, Path(work, "run"), stops, env=env)
         return fingerprints(Path(work, "run"))[:count]
+
+
+def output_of(command: list[str], **options) -> str:
+    run = subprocess.run(command, capture_output=True, text=True, **options)
+    if run.returncode:
+        tail = "\n".join(run.stderr.splitlines()[-15:])
+        raise RuntimeError(f"exit code {run.returncode}\n{tail}")
+    return run.stdout
 
 
 def run_until(command: list[str], folder: Path, stops: list[tuple[int, int]], **options) -> None:

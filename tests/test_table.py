@@ -258,6 +258,71 @@ for i in range(5):
 """
 
 
+TRL = """
+import numpy, torch
+TASKS = {"sums, short": {"num_iterations": 4}}
+between_points = lambda flags: 2
+class Evaluation:
+    def __init__(self, folder, flags, seed):
+        self.points = []
+    def add(self, samples, seconds, model):
+        self.points += [] if samples else [0.5]
+def trl(folder, flags, seed, held_out):
+    model = torch.nn.Linear(8, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    held_out.add(0, 0.0, model)
+    for i in range(1, 1 + flags["num_iterations"]):
+        order = torch.tensor(numpy.random.permutation(8), dtype=torch.float32)
+        model.weight.data = 0.999 * model.weight + 1e-3 * order
+        if i % between_points(flags) == 0:
+            held_out.add(i, 0.0, model)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [("", ""), ("1e-3 *", "1.000001e-3 *"), ("0.999", "0.9991"), ("[0.5]", "[0.6]")])
+def test_runs_of_trl_are_carried_by_their_weights(change, tmp_path):
+    """Of iterations 1 and 2, and by the evaluation before them. A decay of weights shows only in the second one."""
+    made = []
+    for name, text in ("old", TRL), ("new", TRL.replace(*change)):
+        (tmp_path / name / "benchmarks").mkdir(parents=True)
+        (tmp_path / name / "benchmarks" / "learning_real.py").write_text(text)
+        made.append(table.first_iterations(table.Job("sums", "TRL", 1), tmp_path / name, False))
+    assert [len(hashes) for hashes in made] == [2, 2]
+    assert table.first_difference(*made) == {"": None, "0.999": 1}.get(change[0], 0)
+
+
+PREFERENCES = """
+import json, sys
+from pathlib import Path
+verb, model, *rest = sys.argv[1:]
+folder = Path("runs/preferences")
+folder.mkdir(parents=True, exist_ok=True)
+if verb != "ppo":
+    sys.exit((folder / (verb + "".join(rest))).write_text("PAIRS") * 0)
+reward, run = float((folder / "reward-model300").read_text()), folder / "_".join(rest)
+run.mkdir()
+for i in range(3):
+    for name, count in ("completions", 4), ("metrics", 1):
+        row = json.dumps({"iteration": i, "prompt": "", "response": "", "objective/reward": reward})
+        (run / f"{name}.jsonl").open("a").write((row + "\\n") * count)
+"""
+
+
+@pytest.mark.slow
+def test_runs_on_a_reward_model_are_carried_with_what_they_make_first(tmp_path):
+    """The pairs and the reward model are those of the same code, in a folder of its own."""
+    (tmp_path / "benchmarks").mkdir()
+    made = []
+    for reward in "0.5", "0.5", "0.6":
+        (tmp_path / "benchmarks" / "preferences.py").write_text(PREFERENCES.replace("PAIRS", reward))
+        made.append(table.first_iterations(table.Job("preferences", "KL weight 0.05", 1), tmp_path, False))
+    assert made[0] == made[1] != made[2] and len(made[0]) == 2
+    (tmp_path / "benchmarks" / "preferences.py").write_text("raise SystemExit('no pairs')")
+    with pytest.raises(RuntimeError, match="exit code 1\nno pairs"):
+        table.first_iterations(table.Job("preferences", "KL weight 0.05", 1), tmp_path, False)
+
+
 def test_a_patch_is_applied_inside_of_a_repository_too(tmp_path):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     (tmp_path / "in").mkdir()
