@@ -933,7 +933,8 @@ def training(job: Job, folder: Path) -> tuple[str, list[str], int]:
 def weights_of_trl(folder: str, seed: int, count: int) -> list[str]:
     """Hashes of the weights after each of the first iterations of `sums_with_trl`, and of the evaluation before them.
 
-    Here the shuffling has a seed. The function runs in a process of its own, with the modules of one checkout.
+    Here the shuffling has a seed. This function and the next run in processes of their own, with the modules of one
+    checkout.
     """
     import hashlib
 
@@ -963,6 +964,19 @@ def weights_of_trl(folder: str, seed: int, count: int) -> list[str]:
         return hashes
 
 
+def shorter_preferences(folder: str, seed: int) -> None:
+    """All parts of the row "preferences". The reward model sees 64 pairs, once, from one pass over the prompts."""
+    import preferences
+    import torch
+
+    torch.set_num_threads(1)
+    preferences.PASSES = preferences.HELD_OUT_PASSES = 1
+    preferences.round = lambda epochs: 1  # of the reward model
+    preferences.make_pairs(folder)
+    preferences.make_reward_model(folder, 64)
+    preferences.ppo(folder, 64, 0.05, seed)
+
+
 def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
     """Fingerprints of the first iterations, by the code of `root`. The run is stopped then.
 
@@ -970,20 +984,19 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
     of TRL, and of "preferences" are not.
     """
     count = 2 if job.run.minutes > 10 else COMPARED_ITERATIONS
-    env, model = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}, job.model_dir
-    if job.run.make == "sums_with_trl":
-        source = f"{inspect.getsource(weights_of_trl)}\nprint(weights_of_trl({model!r}, {job.seed}, {count}))"
-        output = output_of([sys.executable, "-W", "ignore", "-c", source], cwd=root / "benchmarks", env=env)
-        return ast.literal_eval(output.splitlines()[-1])
-    if job.run.make == "preferences":
-        with tempfile.TemporaryDirectory() as work:
-            start = [sys.executable, "-W", "ignore", str(root / "benchmarks" / "preferences.py")]
-            for part in ["pairs", model], ["reward-model", model, "300"]:
-                output_of([*start, *part], cwd=work, env=env)
-            ppo, folder = [*start, "ppo", model, "300", "0.05", str(job.seed)], f"runs/preferences/300_0.05_{job.seed}"
-            run_until(ppo, Path(work, folder), [(count, signal.SIGKILL)], cwd=work, env=env)
-            return fingerprints(Path(work, folder))[:count]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root / 'benchmarks'}:{root}"}
     with tempfile.TemporaryDirectory() as work:
+        alone = lambda function, *rest: [sys.executable, "-W", "ignore", "-c", inspect.getsource(function) + "\n" +
+                                         f"print({function.__name__}{(job.model_dir, job.seed, *rest)})"]  # fmt: skip
+        if job.run.make == "sums_with_trl":
+            run = subprocess.run(alone(weights_of_trl, count), cwd=work, env=env, capture_output=True, text=True)
+            if run.returncode:
+                raise RuntimeError(f"exit code {run.returncode}\n{run.stderr[-2000:]}")
+            return ast.literal_eval(run.stdout.splitlines()[-1])
+        if job.run.make == "preferences":
+            folder = Path(work, f"runs/preferences/64_0.05_{job.seed}")
+            run_until(alone(shorter_preferences), folder, [(count, signal.SIGKILL)], cwd=work, env=env)
+            return fingerprints(folder)[:count]
         name, flags, ranks = training(job, Path(work))
         script = root / name
         if job.run.patch:
@@ -998,14 +1011,6 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
         stops = [(count // 2, signal.SIGTERM)] * (resumed and not ranks) + [(count, signal.SIGKILL)]
         run_until(command, Path(work, "run"), stops, env=env)
         return fingerprints(Path(work, "run"))[:count]
-
-
-def output_of(command: list[str], **options) -> str:
-    run = subprocess.run(command, capture_output=True, text=True, **options)
-    if run.returncode:
-        tail = "\n".join(run.stderr.splitlines()[-15:])
-        raise RuntimeError(f"exit code {run.returncode}\n{tail}")
-    return run.stdout
 
 
 def run_until(command: list[str], folder: Path, stops: list[tuple[int, int]], **options) -> None:

@@ -293,19 +293,20 @@ def test_runs_of_trl_are_carried_by_their_weights(change, tmp_path):
 
 
 PREFERENCES = """
-import json, sys
+import json
 from pathlib import Path
-verb, model, *rest = sys.argv[1:]
-folder = Path("runs/preferences")
-folder.mkdir(parents=True, exist_ok=True)
-if verb != "ppo":
-    sys.exit((folder / (verb + "".join(rest))).write_text("PAIRS") * 0)
-reward, run = float((folder / "reward-model300").read_text()), folder / "_".join(rest)
-run.mkdir()
-for i in range(3):
-    for name, count in ("completions", 4), ("metrics", 1):
-        row = json.dumps({"iteration": i, "prompt": "", "response": "", "objective/reward": reward})
-        (run / f"{name}.jsonl").open("a").write((row + "\\n") * count)
+def make_pairs(folder):
+    Path("pairs").write_text("0.5 " * (PASSES + HELD_OUT_PASSES))
+def make_reward_model(folder, count):
+    Path(f"model_{count}").write_text(Path("pairs").read_text().split()[round(0.5)])
+def ppo(folder, count, kl_coef, seed):
+    reward, run = float(Path(f"model_{count}").read_text()), Path(f"runs/preferences/{count}_{kl_coef}_{seed}")
+    run.mkdir(parents=True)
+    for i in range(3):
+        for name, rows in ("completions", 4), ("metrics", 1):
+            row = json.dumps({"iteration": i, "prompt": "", "response": "", "objective/reward": reward})
+            with open(run / f"{name}.jsonl", "a") as file:
+                file.write((row + "\\n") * rows)
 """
 
 
@@ -315,11 +316,11 @@ def test_runs_on_a_reward_model_are_carried_with_what_they_make_first(tmp_path):
     (tmp_path / "benchmarks").mkdir()
     made = []
     for reward in "0.5", "0.5", "0.6":
-        (tmp_path / "benchmarks" / "preferences.py").write_text(PREFERENCES.replace("PAIRS", reward))
+        (tmp_path / "benchmarks" / "preferences.py").write_text(PREFERENCES.replace("0.5 ", f"{reward} "))
         made.append(table.first_iterations(table.Job("preferences", "KL weight 0.05", 1), tmp_path, False))
     assert made[0] == made[1] != made[2] and len(made[0]) == 2
     (tmp_path / "benchmarks" / "preferences.py").write_text("raise SystemExit('no pairs')")
-    with pytest.raises(RuntimeError, match="exit code 1\nno pairs"):
+    with pytest.raises(RuntimeError, match="code 1\nno pairs"):
         table.first_iterations(table.Job("preferences", "KL weight 0.05", 1), tmp_path, False)
 
 
