@@ -957,7 +957,7 @@ def weights_of_trl(folder: str, seed: int, count: int) -> list[str]:
     torch.set_num_threads(1)
     numpy.random.seed(seed)
     learning_real.between_points = lambda flags: 1
-    flags = learning_real.TASKS["sums, short"]
+    flags = learning_real.TASKS["sums, short"] | dict(eval_episodes=8)
     try:
         learning_real.trl(folder, flags, seed, FirstIterations(folder, flags, seed))
     except EOFError:
