@@ -21,8 +21,7 @@ as well, from its commit, unless that line has their fingerprints and they agree
 so a difference counts only if one machine made both sides. A fingerprint is a hash of an iteration's metrics, to the
 last bit, and of its logged responses; of a run of TRL, of its weights. If all of them agree, the lines of all seeds
 count for the new code too, and name the commit of their run. If not, `carry` says which iteration differs, and the runs
-must be made again. So must rows that measure time, and the rows "pages" and "faults", whose runs are no single
-training.
+must be made again. So must rows that measure time, and the planted bugs.
 
 --jobs runs (default 2) are made at a time, each on one thread. Rows that measure time come last. Their runs are made
 one at a time, and wait until the processor is idle. --model-dir, or the variable MODEL_DIR, is the folder that
@@ -61,9 +60,11 @@ from pathlib import Path
 
 import common
 import learning_curve
+import short_runs
 import torch
 from cases import CASES
 from common import ROOT
+from short_runs import METRICS, by_name, fingerprints, first_difference, run_until
 
 DATA, PAGE = common.DATA / "table.jsonl", ROOT / "benchmarks" / "table.md"
 SCRIPTS = ("ppo_llm.py", "ppo_llm_continuous_batching.py")
@@ -109,7 +110,6 @@ class Row:
     texts: dict[str, str] = dataclasses.field(default_factory=dict)  # {number: what it is called, unless as in NUMBERS}
 
 
-METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 DEFAULT = Run(learning_curve.TASKS["default"]["default"])  # its evaluations do not change the training
 SUMS = ("--model smollm2 --env-id benchmarks.tasks:Sums-v0 --eval-env-kwargs '{\"split\": \"test\"}' "
         "--num-iterations 10 --actor-lr 2e-5 --train-batch-size 16 --max-prompt-tokens 64 --max-new-tokens 12 "
@@ -887,28 +887,6 @@ def hours(jobs: list[Job], workers: int = 1) -> float:
 # --- Carrying lines over: are the first iterations the same, to the last bit?
 
 COMPARED_ITERATIONS = 4  # or 2, if the whole run takes more than ten minutes
-COMPARED = (
-    "objective/reward", "objective/accuracy", "objective/kl", "objective/entropy", "objective/response_tokens",
-    "objective/truncated", "actor/policy_loss", "actor/approx_kl", "actor/clipfrac", "actor/grad_norm",
-    "critic/value_loss", "critic/explained_variance", "critic/grad_norm", "ratio/first_dev", "ratio/advantage_std",
-    "ratio/relative_update", "debug/sampler_trainer_logprob_diff",
-)  # fmt: skip
-
-
-def fingerprints(folder: Path) -> list[str]:
-    """A hash of each iteration of a run: of its metrics, and of its logged responses.
-
-    The sampled tokens are in it with all that is computed from them: entropy, losses and gradient norms are written to
-    the last bit. A metric that a later version adds does not change it.
-    """
-    responses = {}
-    for sample in common.read_lines(folder / COMPLETIONS):
-        responses.setdefault(sample["iteration"], []).append([sample["prompt"], sample["response"]])
-    return [
-        hashlib.sha256(json.dumps([
-            [row.get(name) for name in COMPARED], responses.get(row["iteration"], [])
-        ]).encode()).hexdigest()[:10] for row in common.read_lines(folder / METRICS)
-    ]  # fmt: skip
 
 
 def training(job: Job, folder: Path) -> tuple[str, list[str], int]:
@@ -930,73 +908,23 @@ def training(job: Job, folder: Path) -> tuple[str, list[str], int]:
     raise ValueError(job.run.make)
 
 
-def weights_of_trl(folder: str, seed: int, count: int) -> list[str]:
-    """Hashes of the weights after each of the first iterations of `sums_with_trl`, and of the evaluation before them.
-
-    Here the shuffling has a seed. This function and the next run in processes of their own, with the modules of one
-    checkout.
-    """
-    import hashlib
-
-    import learning_real
-    import numpy
-    import torch
-
-    hashes = []
-
-    class FirstIterations(learning_real.Evaluation):
-        def add(self, samples, seconds, model):
-            super().add(samples, seconds, model)  # which answers before the training only
-            if samples:
-                weights = (weight.numpy().tobytes() for weight in model.state_dict().values())
-                parts = [repr(self.points).encode(), *weights]
-                hashes.append(hashlib.sha256(b"".join(parts)).hexdigest()[:10])
-            if len(hashes) == count:
-                raise EOFError
-
-    torch.set_num_threads(1)
-    numpy.random.seed(seed)
-    learning_real.between_points = lambda flags: 1
-    flags = learning_real.TASKS["sums, short"] | dict(eval_episodes=8)
-    try:
-        learning_real.trl(folder, flags, seed, FirstIterations(folder, flags, seed))
-    except EOFError:
-        return hashes
-
-
-def shorter_preferences(folder: str, seed: int) -> None:
-    """All parts of the row "preferences". The reward model sees 64 pairs, once, from one pass over the prompts."""
-    import preferences
-    import torch
-
-    torch.set_num_threads(1)
-    preferences.PASSES = preferences.HELD_OUT_PASSES = 1
-    preferences.round = lambda epochs: 1  # of the reward model
-    preferences.make_pairs(folder)
-    preferences.make_reward_model(folder, 64)
-    preferences.ppo(folder, 64, 0.05, seed)
-
-
 def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
     """Fingerprints of the first iterations, by the code of `root`. The run is stopped then.
 
-    resumed: it is stopped once before, by a signal that lets it save a checkpoint, and resumed. Runs of several ranks,
-    of TRL, and of "preferences" are not.
+    resumed: it is stopped once before, by a signal that lets it save a checkpoint, and resumed. Runs of several ranks
+    and those of short_runs.py are not.
     """
     count = 2 if job.run.minutes > 10 else COMPARED_ITERATIONS
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root / 'benchmarks'}:{root}"}
+    kinds = {"sums_with_trl": "trl", "preferences": "preferences", "made_again": "page"}
+    if job.run.make in kinds:
+        what = job.run.argument or job.model_dir
+        command = [sys.executable, "-W", "ignore", "-P", short_runs.__file__, kinds[job.run.make], what]
+        run = subprocess.run([*command, str(job.seed), str(count)], env=env, capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(f"exit code {run.returncode}\n{run.stderr[-2000:]}")
+        return json.loads(run.stdout.splitlines()[-1])
     with tempfile.TemporaryDirectory() as work:
-        alone = lambda function, *rest: [sys.executable, "-W", "ignore", "-c", inspect.getsource(function) + "\n" +
-                                         f"print({function.__name__}{(job.model_dir, job.seed, *rest)})"]  # fmt: skip
-        if job.run.make == "sums_with_trl":
-            run = subprocess.run(alone(weights_of_trl, count), cwd=work, env=env, capture_output=True, text=True)
-            if run.returncode:
-                raise RuntimeError(f"exit code {run.returncode}\n{run.stderr[-2000:]}")
-            return ast.literal_eval(run.stdout.splitlines()[-1])
-        if job.run.make == "preferences":
-            folder = Path(work, f"runs/preferences/64_0.05_{job.seed}")
-            run_until(alone(shorter_preferences), folder, [(count, signal.SIGKILL)], cwd=work, env=env)
-            return fingerprints(folder)[:count]
         name, flags, ranks = training(job, Path(work))
         script = root / name
         if job.run.patch:
@@ -1011,34 +939,6 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
         stops = [(count // 2, signal.SIGTERM)] * (resumed and not ranks) + [(count, signal.SIGKILL)]
         run_until(command, Path(work, "run"), stops, env=env)
         return fingerprints(Path(work, "run"))[:count]
-
-
-def run_until(command: list[str], folder: Path, stops: list[tuple[int, int]], **options) -> None:
-    """Start the command once for each stop, and send it that signal when its run has that many iterations."""
-    for iterations, number in stops:
-        with tempfile.TemporaryFile("w+") as log:
-            child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **options)
-            while child.poll() is None and written_iterations(folder) < iterations:
-                time.sleep(0.05)
-            if child.poll() is None:
-                send = os.killpg if number == signal.SIGKILL else os.kill
-                send(child.pid, number)
-            child.wait()
-            if written_iterations(folder) < iterations and child.returncode:  # A run may be shorter.
-                log.seek(0)
-                tail = "\n".join(log.read().splitlines()[-15:])
-                raise RuntimeError(f"the run ended with code {child.returncode}\n{tail}")
-
-
-def first_difference(one: list, other: list) -> int | None:
-    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)
-
-
-def written_iterations(folder: Path) -> int:
-    """The number of iterations that are whole in both files. Four completions are logged of each."""
-    lines = [path.read_bytes().count(b"\n") if (path := folder / name).exists() else 0
-             for name in (METRICS, COMPLETIONS)]  # fmt: skip
-    return min(lines[0], lines[1] // 4)
 
 
 @contextlib.contextmanager
@@ -1074,19 +974,19 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
                       f"these seeds must be made again: {others}")  # fmt: skip
                 complete = False
             continue
-        if job.run.make in ("made_again", "planted_faults"):
+        if job.run.make == "planted_faults":
             print(f"{job.row}, {job.variant}: has no first iterations to compare, so it must be made again")
             complete = False
             continue
         wanted.setdefault(job.command, (job, old))  # rows share runs
     print(f"The first iterations of {len(wanted)} runs are compared.", flush=True)
 
-    def both(job: Job, old: dict) -> tuple[list[str], int | None]:
-        """The fingerprints of the present code, and which of them is the first that differs."""
+    def both(job: Job, old: dict) -> tuple[list[str], int, int | None]:
+        """The fingerprints of the present code, how many were compared, and which is the first that differs."""
         before, now = old.get("fingerprints"), first_iterations(job, ROOT, resumed=True)
-        if not before or first_difference(before, now) is not None:
+        if not before or first_difference(now, before) is not None:
             before = first_iterations(job, checkout(old["commit"]), resumed=False)
-        return now, first_difference(before, now)
+        return now, len(by_name(now).keys() & by_name(before)), first_difference(now, before)
 
     with checkouts() as checkout, concurrent.futures.ThreadPoolExecutor(workers) as pool:
         longest_first = sorted(wanted.values(), key=lambda pair: pair[0].run.minutes, reverse=True)
@@ -1097,13 +997,13 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
                 print(f"{job.row}, {job.variant}: FAILED\n{future.exception()}", flush=True)
                 complete = False
                 continue
-            now, differ = future.result()
+            now, count, differ = future.result()
             if differ is not None:
                 print(f"{job.row}, {job.variant}: iteration {differ + 1} differs from that of {old['commit']}, so its "
                       "runs must be made again", flush=True)  # fmt: skip
                 complete = False
                 continue
-            print(f"{job.row}, {job.variant}: {len(now)} iterations are those of {old['commit']}", flush=True)
+            print(f"{job.row}, {job.variant}: {count} iterations are those of {old['commit']}", flush=True)
             most = max(row.seeds for row in ROWS.values())
             of_seeds = [dataclasses.replace(job, seed=seed + 1) for seed in range(most)]
             for line in filter(None, (last_line(each, lines) for each in of_seeds)):

@@ -295,18 +295,22 @@ def test_runs_of_trl_are_carried_by_their_weights(change, tmp_path):
 PREFERENCES = """
 import json
 from pathlib import Path
+FOLDER = Path("elsewhere")
+class ppo_llm:
+    class Run:
+        def log(self, run, row):
+            for name, rows in ("completions", 4), ("metrics", 1):
+                with open(run / f"{name}.jsonl", "a") as file:
+                    file.write((json.dumps(row) + "\\n") * rows)
 def make_pairs(folder):
-    Path("pairs").write_text("0.5 " * (PASSES + HELD_OUT_PASSES))
+    (FOLDER / "pairs").write_text("0.5 " * (PASSES + HELD_OUT_PASSES))
 def make_reward_model(folder, count):
-    Path(f"model_{count}").write_text(Path("pairs").read_text().split()[round(0.5)])
+    (FOLDER / f"model_{count}").write_text((FOLDER / "pairs").read_text().split()[round(0.5)])
 def ppo(folder, count, kl_coef, seed):
-    reward, run = float(Path(f"model_{count}").read_text()), Path(f"runs/preferences/{count}_{kl_coef}_{seed}")
-    run.mkdir(parents=True)
+    reward, run = float((FOLDER / f"model_{count}").read_text()), FOLDER / f"{count}_{kl_coef}_{seed}"
+    run.mkdir()
     for i in range(3):
-        for name, rows in ("completions", 4), ("metrics", 1):
-            row = json.dumps({"iteration": i, "prompt": "", "response": "", "objective/reward": reward})
-            with open(run / f"{name}.jsonl", "a") as file:
-                file.write((row + "\\n") * rows)
+        ppo_llm.Run().log(run, {"iteration": i, "prompt": "", "response": "", "objective/reward": reward})
 """
 
 
@@ -322,6 +326,44 @@ def test_runs_on_a_reward_model_are_carried_with_what_they_make_first(tmp_path):
     (tmp_path / "benchmarks" / "preferences.py").write_text("raise SystemExit('no pairs')")
     with pytest.raises(RuntimeError, match="code 1\nno pairs"):
         table.first_iterations(table.Job("preferences", "KL weight 0.05", 1), tmp_path, False)
+
+
+PAGE = """
+import subprocess, sys, tempfile
+from pathlib import Path
+results = lambda: dict.fromkeys(RUNS)
+RUNS = {("a", 1): 0.5, ("b", 1): 0.7, ("a", 2): 0.9}
+def execute(letter, seed):
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, Path(__file__).parent / "run.py", RUNS[letter, seed], letter, "--run-name", "run"]
+        subprocess.run(list(map(str, command)), cwd=folder)
+    raise AssertionError("later iterations were made")
+"""
+RUN = """
+import json, sys
+from pathlib import Path
+Path("runs/run").mkdir(parents=True)
+for i in range(3 if sys.argv[2] == "b" else 9):
+    for name, rows in ("completions", 4), ("metrics", 1):
+        with open(f"runs/run/{name}.jsonl", "a") as file:
+            row = {"iteration": i, "prompt": "", "response": "", "objective/reward": i * float(sys.argv[1])}
+            file.write((json.dumps(row) + "\\n") * rows)
+sys.exit(sys.argv[2] == "b")
+"""
+
+
+@pytest.mark.slow
+def test_the_runs_of_a_page_are_carried_by_their_names(tmp_path):
+    """One of them ends by itself. The page of another commit may lack a run, or have others."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "run.py").write_text(RUN)
+    made = []
+    for change in ("", ""), ("0.5", "0.6"), ("0.7", "0.8"), ('("b", 1)', '("b", 2)'), ('("a", 1)', '("c", 1)'):
+        (tmp_path / "benchmarks" / "course.py").write_text(PAGE.replace(*change))
+        made.append(table.first_iterations(table.Job("pages", "course", 1), tmp_path, False))
+    assert [len(each) for each in made] == [8, 8, 8, 4, 8]
+    assert [table.first_difference(each, made[0]) for each in made] == [None, 1, 5, None, None]
+    assert table.first_difference([], made[0]) == table.first_difference(["name.0 a"], made[0]) == 0
 
 
 def test_a_patch_is_applied_inside_of_a_repository_too(tmp_path):
@@ -344,12 +386,11 @@ def test_tests_that_did_not_run_have_no_line(monkeypatch):
 
 def test_rows_without_first_iterations_are_not_carried(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table, "DATA", tmp_path / "table.jsonl")
-    for job in table.jobs_of(["pages", "faults", "decode"], [1]):
+    for job in table.jobs_of(["faults", "decode"], [1]):
         common.add_line(table.DATA, line_of(job, {}, code="0123"))
-    assert not table.carry(["pages", "faults", "decode"], 2, "smollm2")
+    assert not table.carry(["faults", "decode"], 2, "smollm2")
     said = capsys.readouterr().out
-    assert "pages, course: has no first iterations" in said and "faults, the list: has no" in said
-    assert "decode" not in said
+    assert "faults, the list: has no first iterations" in said and "decode" not in said
 
 
 SMALL = "--num-iterations 3 --rollout-batch-size 16 --train-batch-size 8 --sft-steps 3 --eval-episodes 2"
