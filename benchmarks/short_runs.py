@@ -31,6 +31,9 @@ COMPARED = (
 )  # fmt: skip
 
 
+SHORTER = ["--eval-episodes", "8"]  # Evaluations do not change the training.
+
+
 class Enough(Exception):
     """The first iterations have been made."""
 
@@ -85,7 +88,7 @@ def run_until(command: list[str], folder: Path, stops: list[tuple[int, int]], **
 def of_trl(folder: str, seed: int, count: int) -> list[str]:
     """Hashes of the evaluation before training with TRL's loop, and of all weights after each iteration.
 
-    Here the shuffling has a seed. The evaluation is shorter than that of the row.
+    Here the shuffling has a seed.
     """
     import learning_real
     import numpy
@@ -128,6 +131,7 @@ def of_preferences(folder: str, seed: int, count: int) -> list[str]:
     torch.set_num_threads(1)
     preferences.PASSES = preferences.HELD_OUT_PASSES = 1
     preferences.round = lambda epochs: 1  # of the reward model
+    preferences.FLAGS = preferences.FLAGS | dict(eval_episodes=8)
     with tempfile.TemporaryDirectory() as work, mock.patch.object(preferences, "FOLDER", Path(work)):
         preferences.make_pairs(folder)
         preferences.make_reward_model(folder, 64)
@@ -155,7 +159,7 @@ def of_page(name: str, seed: int, count: int) -> list[str]:
         folder = Path(cwd, value("--log-dir") if "--log-dir" in command else "runs", value("--run-name"))
         end = []
         try:
-            run_until(command, folder, [(count, signal.SIGKILL)], cwd=cwd, env=env)
+            run_until([*command, *SHORTER], folder, [(count, signal.SIGKILL)], cwd=cwd, env=env)
         except RuntimeError:
             end = ["error"]  # as some of the bugs make it
         raise Enough([*(fingerprints(folder)[:count] if written_iterations(folder) else []), *end])

@@ -934,8 +934,8 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
         start = [sys.executable, "-W", "ignore"]
         if ranks:
             start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [*start, str(script), *flags, "--seed", str(job.seed), "--device", "cpu", "--log-dir", work,
-                   "--run-name", "run", *["--resume", "auto"] * resumed]  # fmt: skip
+        command = [*start, str(script), *flags, *short_runs.SHORTER, "--seed", str(job.seed), "--device", "cpu",
+                   "--log-dir", work, "--run-name", "run", *["--resume", "auto"] * resumed]  # fmt: skip
         stops = [(count // 2, signal.SIGTERM)] * (resumed and not ranks) + [(count, signal.SIGKILL)]
         run_until(command, Path(work, "run"), stops, env=env)
         return fingerprints(Path(work, "run"))[:count]

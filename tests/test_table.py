@@ -295,6 +295,7 @@ def test_runs_of_trl_are_carried_by_their_weights(change, tmp_path):
 PREFERENCES = """
 import json
 from pathlib import Path
+FLAGS = {}
 FOLDER = Path("elsewhere")
 class ppo_llm:
     class Run:
