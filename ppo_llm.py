@@ -20,8 +20,8 @@ r"""PPO for language models, in one file and in plain PyTorch.
     # A tiny model learns to sort digits, in about two minutes on a CPU.
     python ppo_llm.py
 
-    # Word problems with Qwen2.5-Coder-0.5B-Instruct, on one GPU (peak memory 55 GB). In one run the
-    # share of right answers to test problems rose from 24% to 33%.
+    # Word problems with Qwen2.5-Coder-0.5B-Instruct, on one GPU (peak memory 55 GB). In one run of
+    # an earlier version the share of right answers to test problems rose from 24% to 33%.
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
         --eval-env-kwargs '{"path": "test.jsonl"}' --max-prompt-tokens 256 --max-new-tokens 512 \
         --num-iterations 100 --ppo-epochs 1 --actor-lr 1e-6 --critic-lr 1e-5 --lr-end 1 \
@@ -38,8 +38,8 @@ stands on: 6. transformer, 7. tokenizer and checkpoints of Hugging Face, 8. text
 Models. The actor is the policy that is trained. Its weights are float32, whatever --dtype is. The
 old log-probs, those of pi_old in the ratio pi / pi_old, are the actor's before the updates of an
 iteration, or with --no-recompute-old-logprobs those that the sampler recorded. The critic predicts
-the reward that is still to come, less the KL penalty in it. It starts as a copy of the actor with a
-scalar head of zeros, or from --critic-model, and is trained on the returns of GAE with
+the sum of the rewards still to come, less their KL penalties. It starts as a copy of the actor with
+a scalar head of zeros, or from --critic-model, and is trained on the returns of GAE with
 --critic-lambda. The reference is the actor as it was when PPO began, after any warm start. The
 optional reward model is a frozen classifier. The sampler, an unsharded copy of the actor on every
 rank, generates text. It receives the actor's new weights at the end of each iteration.
@@ -302,8 +302,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     In the reward, k1 is part of the returns, so a token pays for its own KL and for that of all
     later tokens. In the loss, a token pays for its own KL alone. In the loss k1 is useless, because
     its expected gradient over samples of pi is 0. The expected gradient of k2 is that of
-    KL(pi || pi_ref). The expected gradient of k3 is that of the other direction,
-    KL(pi_ref || pi). The samples are of pi_old, so the loop weights a KL in the loss by
+    KL(pi || pi_ref) in the state of the token. The expected gradient of k3 is that of the other
+    direction, KL(pi_ref || pi). The samples are of pi_old, so the loop weights a KL in the loss by
     pi / pi_old.
     """
     logratio = logprobs - ref_logprobs
@@ -349,7 +349,7 @@ def policy_loss(
     """The clipped surrogate of PPO (https://arxiv.org/abs/1707.06347, eq. 7) as a loss.
 
     A token's loss is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) with r = pi / pi_old.
-    With recomputed old log-probs the ratios of an iteration's first minibatch are exactly 1, as
+    With recomputed old log-probs the ratios of an iteration's first minibatch are 1, as
     `make_experience` explains. "clipfrac" is the share of tokens whose ratio is outside the clip
     range. It also counts tokens that still have a gradient.
 
@@ -464,12 +464,14 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
 
         # --- Rollout. Each rank plays its share of the episodes and receives all of them.
         # FORK: choice of prompts. The environment derives a prompt from a seed. All ranks need the
-        # same seeds, after a resume as well: see "Prompts" in forks/README.md.
+        # same seeds, after a resume as well: see "Prompts" in forks/README.md. The next iteration
+        # begins after `state.prompts` prompts, which are counted at the end of the loop.
         first = first_training_seed(args, envs[0]) + state.prompts
         prompt_seeds = range(first, first + args.rollout_batch_size)
         seeds = [seed for seed in prompt_seeds for _ in range(args.n_samples_per_prompt)]
         # FORK: samples that the policy did not draw, such as demonstrations. All that is logged of
-        # `episodes` is then that of the mixture, and all ranks need the same list.
+        # `episodes` is then that of the mixture, and all ranks need the same list. The scores of a
+        # reward model are set below.
         episodes = rollout(decoder, tokenizer, envs, seeds, state.iteration, args)
         clock.end("rollout")
 
@@ -477,7 +479,8 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         if reward_model:
             set_scores(episodes, reward_model, args)
         experience = make_experience(episodes, actor, critic, reference, state, args)
-        # FORK: choice of samples. All of `experience` is logged. Advantages are already whitened.
+        # FORK: choice of samples, for the critic as well. All of `experience` is logged, and
+        # advantages are already whitened over all of it.
         trained = experience  # or experience.select(rows)
         check_ranks_agree(prompts=seeds, samples=trained, state=state)
         clock.end("score")
@@ -732,8 +735,8 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
 
     # --- Log-probs. Actor, reference and critic score the samples in the microbatches of the first
     # epoch. The last bits of a result depend on what else is in its batch. With the same batches,
-    # the first ratio is exactly 1, or in float32 on a GPU off by up to 1e-7. It does not show that
-    # sampler and actor agree. debug/sampler_trainer_logprob_diff shows how far they differ.
+    # the first ratio is exactly 1, or in float32 on a GPU off by up to 1e-7. It says nothing
+    # about the sampler: debug/sampler_trainer_logprob_diff shows how far its log-probs differ.
     # FORK: other old log-probs. The ratio reads them, and so do the KL in the reward, objective/kl,
     # objective/entropy and debug/sampler_trainer_logprob_diff.
     first_epoch = minibatch_rows(experience, 0, state, args)
@@ -768,6 +771,7 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
 
     # --- Values, returns, advantages. Advantages are whitened over all sampled tokens.
     experience.values = torch.zeros_like(rewards)
+    # FORK: values, such as those of a critic that reads more than the actor.
     if critic:
         experience.values = forward_all(critic.sampled_values, experience, first_epoch, args)
     # FORK: advantages. Compute statistics over [mask] only. Log with experience.metrics[name].

@@ -5,20 +5,10 @@
 """
 
 import argparse
-import contextlib
-import itertools
-import json
-import resource
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 
-import common
 import transformers
-from common import ROOT, ppo_llm
+from common import ppo_llm
 
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
              head_dim=16, max_position_embeddings=24, bos_token_id=None, tie_word_embeddings=False)  # fmt: skip
@@ -28,8 +18,6 @@ KINDS = {
                         query_pre_attn_scalar=16, tie_word_embeddings=True),
     "qwen3_moe": dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
 }  # fmt: skip
-# The defaults of a run without --model.
-FLAGS = ["--max-prompt-tokens", "16", "--max-new-tokens", "8", "--actor-lr", "5e-4"]
 
 
 def make(kind: str, folder: Path, seed: int):
@@ -48,48 +36,6 @@ def make(kind: str, folder: Path, seed: int):
     model.save_pretrained(folder)
     tokenizer.hf.save_pretrained(folder)
     print(f"{kind}: {sum(p.numel() for p in model.parameters()):,} parameters in {folder}")
-
-
-def iterations(script: Path, folder: str, number: int) -> dict:
-    """Seconds of the processor per iteration, of which the first is left out, and the peak of the memory in MB."""
-    paths = [str(Path(__file__).parent), str(script.parent)]
-    code = f"import sys; sys.path[:0] = {paths}; import other_models as o; o.timed()"
-    flags = ["--model", folder, *FLAGS, "--sft-steps", "0", "--eval-episodes", "0", "--save-every", "0"]
-    with tempfile.TemporaryDirectory() as work:
-        flags += ["--num-iterations", number + 1, "--log-dir", work]
-        command = [sys.executable, "-W", "ignore", "-c", code, *flags]
-        out = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
-    return json.loads(out.splitlines()[-1])
-
-
-def timed():
-    """Run the script that is first on the path, and print what `iterations` returns."""
-    sys.modules.pop("ppo_llm", None)
-    sys.path.remove(str(ROOT))
-    ppo = __import__("ppo_llm")
-    ends, log = [], ppo.Run.log
-    ppo.torch.set_num_threads(1)
-
-    def log_and_time(*args):
-        ends.append(time.process_time())
-        log(*args)
-
-    ppo.Run.log = log_and_time
-    ppo.train(ppo.tyro.cli(ppo.Args))
-    seconds = [b - a for a, b in itertools.pairwise(ends)]
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"script": ppo.__file__, "seconds": statistics.median(seconds), "memory": memory}))
-
-
-def pair(number: int) -> dict[str, dict]:
-    """What `iterations` returns of the built-in Qwen3, and then of the patch with that of transformers."""
-    scripts = {"built-in": ROOT / "ppo_llm.py", "patch": common.patched_script("any_model")}
-    with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(sys.stderr):
-            make("qwen3", Path(folder), seed=1)
-        runs = {name: iterations(script, folder, number) for name, script in scripts.items()}
-    assert [Path(run["script"]) for run in runs.values()] == list(scripts.values())
-    return runs
 
 
 def main():

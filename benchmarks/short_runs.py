@@ -4,9 +4,9 @@
     python -P benchmarks/short_runs.py preferences DIR SEED COUNT  # the row "preferences"
     python -P benchmarks/short_runs.py page NAME SEED COUNT        # all runs of course.py, exercises.py or projects.py
 
-Each command prints a JSON list of fingerprints, those of a page as "run.iteration fingerprint". All modules and scripts
-are those of the checkout in PYTHONPATH, since with -P Python does not look beside this file. DIR is the folder that
-`python benchmarks/checkpoints.py smollm2 DIR` writes.
+Each command prints a JSON list of fingerprints, those of a page as "run.iteration fingerprint". On stderr it says which
+run of the page a name stands for. All modules and scripts are those of the checkout in PYTHONPATH, since with -P Python
+does not look beside this file. DIR is the folder that `python benchmarks/checkpoints.py smollm2 DIR` writes.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ def run_until(command: list[str], folder: Path, stops: list[tuple[int, int]], **
 
 
 def of_trl(folder: str, seed: int, count: int) -> list[str]:
-    """Hashes of the evaluation before training with TRL's loop, and of all weights after each iteration.
+    """A hash for each iteration with TRL's loop: of all weights after it, and of the evaluation before training.
 
     Here the shuffling has a seed.
     """
@@ -117,7 +117,7 @@ def of_trl(folder: str, seed: int, count: int) -> list[str]:
 
 
 def of_preferences(folder: str, seed: int, count: int) -> list[str]:
-    """All parts of the row, but the reward model sees 64 pairs, once, from one pass over the prompts."""
+    """Fingerprints of a shorter run: the reward model sees 64 pairs, once, from one pass over the prompts."""
     import preferences
     import torch
 
@@ -143,7 +143,7 @@ def of_preferences(folder: str, seed: int, count: int) -> list[str]:
 
 
 def of_page(name: str, seed: int, count: int) -> list[str]:
-    """Those of all runs of the page with this seed. The page of another commit may lack some of the runs."""
+    """Fingerprints of all runs of the page with this seed. The page of another commit may lack some of the runs."""
     page = importlib.import_module(name)
     make, wanted = page.execute, {key: key for key in page.results() if key[-1] == seed}
     if name == "projects":
@@ -166,10 +166,12 @@ def of_page(name: str, seed: int, count: int) -> list[str]:
 
     with mock.patch.object(subprocess, "run", first_iterations):
         for key, arguments in wanted.items():
+            label = f"{zlib.crc32(repr(key).encode()):08x}"
+            print(f"{label}: {key}", file=sys.stderr)
             try:
                 make(*arguments)
             except Enough as enough:
-                made += [f"{zlib.crc32(repr(key).encode()):08x}.{i} {x}" for i, x in enumerate(*enough.args)]
+                made += [f"{label}.{i} {fingerprint}" for i, fingerprint in enumerate(*enough.args)]
     return made
 
 
@@ -178,7 +180,7 @@ def by_name(made: list[str]) -> dict[str | int, str]:
 
 
 def first_difference(one: list[str], other: list[str]) -> int | None:
-    """The place in `one`. 0 if nothing can be compared."""
+    """The place in `one` of the first fingerprint that differs: None if none does, 0 if nothing can be compared."""
     a, b = by_name(one), by_name(other)
     if not a.keys() & b.keys():
         return 0

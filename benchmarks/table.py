@@ -16,12 +16,12 @@ the files that the row names, and of the function that reads its numbers. After 
 anew, from the newest line of each run.
 
 After a change that should not change results, `carry` makes the first iterations of the run with seed 1 of each
-variant, with the row's own schedule, stopped and resumed in between. It makes them with the code of the earlier line
-as well, from its commit, unless that line has their fingerprints and they agree: other processors round in other ways,
-so a difference counts only if one machine made both sides. A fingerprint is a hash of an iteration's metrics, to the
-last bit, and of its logged responses; of a run of TRL, of its weights. If all of them agree, the lines of all seeds
-count for the new code too, and name the commit of their run. If not, `carry` says which iteration differs, and the runs
-must be made again. So must rows that measure time, and the planted bugs.
+variant, with the row's own schedule. Runs of the script in one process are stopped and resumed in between. It makes
+them with the code of the earlier line as well, from its commit, unless that line has their fingerprints and they agree:
+other processors round in other ways, so a difference counts only if one machine made both sides. A fingerprint is a
+hash of an iteration's metrics, to the last bit, and of its logged responses; of a run of TRL, of its weights. If all of
+them agree, the lines of all seeds count for the new code too, and name the commit of their run. If not, `carry` says
+what differs, and the runs must be made again. So must rows that measure time, and the planted bugs.
 
 --jobs runs (default 2) are made at a time, each on one thread. Rows that measure time come last. Their runs are made
 one at a time, and wait until the processor is idle. --model-dir, or the variable MODEL_DIR, is the folder that
@@ -59,6 +59,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import common
+import in_turn
 import learning_curve
 import short_runs
 import torch
@@ -201,15 +202,15 @@ ROWS = {
         alone=True, files=("benchmarks/ranks.py",)),
     "any model time": Row(
         "`any_model.patch` on a Qwen3, compared with the built-in one",
-        {"default iteration": Run(make="time_of_any_model", minutes=2)},
+        {"default iteration": Run(make="time_of_any_model", minutes=2, patch="any_model")},
         ("ratio", "megabytes", "megabytes_built_in"), seeds=5, unit="pairs", statistic="median", alone=True,
-        files=("benchmarks/other_models.py",),
+        files=("benchmarks/other_models.py", "benchmarks/in_turn.py"),
         texts={"ratio": "CPU time per iteration, divided by that of the built-in one"}),
     "critic time": Row(
         "An iteration with a critic takes longer", {"default task": Run(make="time_of_critic", minutes=1.5)},
-        ("ratio", "iteration_seconds"), unit="pairs", statistic="median", alone=True,
-        texts={"ratio": "time per iteration, divided by the time without a critic",
-               "iteration_seconds": "seconds per iteration, with a critic"}),
+        ("ratio", "iteration_seconds"), unit="pairs", statistic="median", alone=True, files=("benchmarks/in_turn.py",),
+        texts={"ratio": "CPU time per iteration, divided by that without a critic",
+               "iteration_seconds": "CPU seconds per iteration, with a critic"}),
     "iteration": Row(
         "An iteration of SmolLM2-135M beside TRL's",
         {"16 samples": Run(make="iteration_beside_trl", minutes=11,
@@ -524,20 +525,24 @@ def flags_of_family(job: Job, folder: str) -> list[str]:
 
 
 def time_of_any_model(job: Job) -> dict:
-    """CPU seconds of an iteration, and the peak memory."""
-    import other_models
-
-    built_in, patched = other_models.pair(2 if job.smoke else 12).values()
-    return {"ratio": patched["seconds"] / built_in["seconds"], "seconds_built_in": built_in["seconds"],
-            "megabytes": patched["memory"], "megabytes_built_in": built_in["memory"]}  # fmt: skip
+    """CPU seconds of an iteration, and the peak memory, of a tiny Qwen3 of transformers and of the built-in one."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "benchmarks/other_models.py", "make", "qwen3", folder]
+        subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT)
+        flags = shlex.split(f"--model {folder} --max-prompt-tokens 16 --max-new-tokens 8 --actor-lr 5e-4 --sft-steps 0")
+        scripts = {"built-in": ROOT / SCRIPTS[0], "patch": common.patched_script(job.run.patch)}
+        sides = {name: (script, flags) for name, script in scripts.items()}
+        built_in, patch = in_turn.compare(sides, 2 if job.smoke else 30).values()
+    return {"ratio": patch["ratio"], "seconds_built_in": built_in["seconds"], "megabytes": patch["megabytes"],
+            "megabytes_built_in": built_in["megabytes"]}  # fmt: skip
 
 
 def time_of_critic(job: Job) -> dict:
-    """An iteration of the default task with a critic and without, one after the other."""
-    short = f"--num-iterations 30 --eval-episodes 16 {job.flags}"
-    folders = train(job, short, "critic"), train(job, f"{short} --critic-epochs 0", "constant")
-    critic, constant = (numbers_of(folder, job.row)["iteration_seconds"] for folder in folders)
-    return {"ratio": critic / constant, "iteration_seconds": critic, "seconds_without": constant}
+    """CPU seconds of an iteration of the default task, with a critic and without."""
+    flags = {"constant": ["--critic-epochs", "0"], "critic": []}
+    sides = {name: (ROOT / SCRIPTS[0], [*mine, "--seed", str(job.seed)]) for name, mine in flags.items()}
+    constant, critic = in_turn.compare(sides, 2 if job.smoke else 30).values()
+    return {"ratio": critic["ratio"], "iteration_seconds": critic["seconds"], "seconds_without": constant["seconds"]}
 
 
 def iteration_beside_trl(job: Job) -> dict:
@@ -563,13 +568,15 @@ def decode_beside_generate(job: Job) -> dict:
     sides = decode.Sides(job.model_dir, torch.float32, common.sums(rows), 4 if job.smoke else decode.REAL["new"])
     del sides.runs["ours, --compile on"]
     same = sides.same_tokens()  # compiles
-    seconds, steps = sides.measure(pairs=1)
-    seconds = {name: taken[0] for name, taken in seconds.items()}
-    ours, best = seconds.pop("ours"), min(seconds.values())
+    # With more rows a run is longer. Of single short runs the luckiest of the three peers would be the fastest.
+    seconds, steps = sides.measure(pairs=1 if job.smoke or rows > 8 else 3)
+    ours, medians = seconds.pop("ours"), {name: statistics.median(taken) for name, taken in seconds.items()}
+    best = min(medians, key=medians.get)
     return {
-        "ratio": best / ours, "tokens_per_second": rows * sides.new / ours, "step_ms": 1000 * steps["ours"][0],
-        "generate_per_second": rows * sides.new / best, "best": min(seconds, key=seconds.get),
-        "same_tokens": min(same.values()),
+        "ratio": statistics.median(a / b for a, b in zip(seconds[best], ours, strict=True)), "best": best,
+        "tokens_per_second": rows * sides.new / statistics.median(ours),
+        "generate_per_second": rows * sides.new / medians[best],
+        "step_ms": 1000 * statistics.median(steps["ours"]), "same_tokens": min(same.values()),
     }  # fmt: skip
 
 
@@ -887,7 +894,7 @@ def hours(jobs: list[Job], workers: int = 1) -> float:
 
 # --- Carrying lines over: are the first iterations the same, to the last bit?
 
-COMPARED_ITERATIONS = 4  # or 2, if the whole run takes more than ten minutes
+COMPARED_ITERATIONS = 4  # or fewer, if the whole run takes more than ten minutes
 
 
 def training(job: Job, folder: Path) -> tuple[str, list[str], int]:
@@ -915,12 +922,13 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
     resumed: it is stopped once before, by a signal that lets it save a checkpoint, and resumed. Runs of several ranks
     and those of short_runs.py are not.
     """
-    count = 2 if job.run.minutes > 10 else COMPARED_ITERATIONS
+    is_long = job.run.minutes > 10
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root / 'benchmarks'}:{root}"}
     kinds = {"sums_with_trl": "trl", "preferences": "preferences", "made_again": "page"}
     if job.run.make in kinds:
         what = job.run.argument or job.model_dir
         command = [sys.executable, "-W", "ignore", "-P", short_runs.__file__, kinds[job.run.make], what]
+        count = 2 if is_long else COMPARED_ITERATIONS
         run = subprocess.run([*command, str(job.seed), str(count)], env=env, capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"exit code {run.returncode}\n{run.stderr[-2000:]}")
@@ -937,7 +945,9 @@ def first_iterations(job: Job, root: Path, resumed: bool) -> list[str]:
             start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [*start, str(script), *flags, *short_runs.SHORTER, "--seed", str(job.seed), "--device", "cpu",
                    "--log-dir", work, "--run-name", "run", *["--resume", "auto"] * resumed]  # fmt: skip
-        stops = [(count // 2, signal.SIGTERM)] * (resumed and not ranks) + [(count, signal.SIGKILL)]
+        # The first signal comes when one iteration is written, and takes effect at the end of the next one.
+        count = 3 if is_long else COMPARED_ITERATIONS
+        stops = [(1, signal.SIGTERM)] * (resumed and not ranks) + [(count, signal.SIGKILL)]
         run_until(command, Path(work, "run"), stops, env=env)
         return fingerprints(Path(work, "run"))[:count]
 
@@ -1000,7 +1010,8 @@ def carry(names: list[str], workers: int, model_dir: str) -> bool:
                 continue
             now, count, differ = future.result()
             if differ is not None:
-                print(f"{job.row}, {job.variant}: iteration {differ + 1} differs from that of {old['commit']}, so its "
+                what = now[differ].split()[0] if " " in now[differ] else f"iteration {differ + 1}"
+                print(f"{job.row}, {job.variant}: {what} differs from that of {old['commit']}, so its "
                       "runs must be made again", flush=True)  # fmt: skip
                 complete = False
                 continue
@@ -1058,8 +1069,8 @@ other commands.
 A cell has the mean over the seeds, its standard error after "±", and the smallest and the largest number in
 parentheses. A cell without "±" has the median of several runs in place of the mean. Two seeds have their range alone.
 A number that is the same in all runs stands alone. The commands are those of seed 1. The runs of a row may come from
-several commits. "Carried to" names the commit with whose code the first iterations of seed 1 were made again, stopped
-and resumed in between, and were the same to the last bit.
+several commits. "Carried to" names the commit with whose code the first iterations of seed 1 were made again, and were
+the same to the last bit. Runs of the script in one process were also stopped and resumed in between.
 """
 
 

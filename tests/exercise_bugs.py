@@ -126,6 +126,8 @@ def values_move(ppo):
     with small_run(ppo) as run:
         expect_metric(run, "critic/value_mean", 1, 0)
         expect_metric(run, "critic/value_mean", 2, "another number than 0", lambda x: abs(x) > 1e-6)
+        expect_metric(run, "ratio/relative_update", 1, "more than 0", lambda x: x > 0)
+        expect_metric(run, "ratio/first_dev", 2, 0)
         expect("optimizer steps of the actor in iteration 2", 4, len(run.rows[1]["ratio/steps"]))
 
 

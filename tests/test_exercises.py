@@ -286,6 +286,10 @@ MENDS = {
          "        relative_update = update_sampler(actor, sampler)\n"
          "        if reference and state.iteration % 2:\n            copy_weights(actor, reference)\n"),
     ],
+    "G": [  # Each model is moved by the optimizer of the other one, in the other one's epochs.
+        ("    actor_optimizer = make_optimizer(actor)\n", "    actor_optimizer = make_optimizer(critic)\n",
+         "critic_optimizer = make_optimizer(critic) if", "critic_optimizer = make_optimizer(actor) if"),
+    ],
     "I": [
         ("    copy_weights(actor, sampler)\n    after", "    copy_weights(sampler, actor)\n    after"),
         ("    copy_weights(actor, sampler)\n    after = some_weights(sampler)\n",

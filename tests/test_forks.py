@@ -425,10 +425,10 @@ def test_dapo_leaves_out_equal_groups_and_samples_that_were_cut_off(tmp_path):
 
     ppo = train(script, some_cut_off_some_without_a_reward, n_samples_per_prompt=4, kl_coef=0.0)
     e, (kept, *_) = experiences(ppo)[0], ppo.calls["minibatches"][0][0]
-    rows = slice(12, None)
+    rows = slice(12, 28)  # a full minibatch of the 20 that are left
     assert torch.equal(kept.tokens, e.tokens[rows]) and torch.equal(kept.advantages, e.advantages[rows])
     assert torch.equal(kept.mask, e.mask[rows] & ~cut[rows, None]) and kept.mask.any() and not kept.mask.all()
-    assert all(e.advantages[rows].view(5, -1).any(1))
+    assert all(e.advantages[rows].view(4, -1).any(1))
 
 
 FIELD = "    advantages: Tensor | None = None\n"  # of Experience
@@ -458,7 +458,7 @@ def changed_script(folder, changes, script=ROOT / "ppo_llm.py"):
 
 def test_diffs_of_the_guide_apply(tmp_path):
     diffs = guide_diffs()
-    assert len(diffs) == 5
+    assert len(diffs) == 6
     for title, changes in diffs.items():
         compile(changed_script(tmp_path, changes).read_text(), title, "exec")
 
@@ -518,6 +518,32 @@ def test_average_of_the_guide(tmp_path):
     assert kls[0.0] == pytest.approx([0.0] * 3, abs=1e-6)
     assert all(x[0] == pytest.approx(0.0, abs=1e-6) for x in kls.values())
     assert abs(kls[1.0][2]) > abs(kls[0.5][2]) > 1e-6
+
+
+def test_critic_of_the_guide_that_reads_more(tmp_path):
+    """Without a hint it is the critic of the script. A mask that is one token off is noticed."""
+    changes = dict(guide_diffs()["A critic that reads more than the actor"])
+    hint, runs = 'tokenizer.encode(info["answer"])', {}
+    for name, ids in {"script": "", "nothing": "[]", "hints": "[3 + self.env_seed % 7] * (self.env_seed % 3)"}.items():
+        texts = [(old, new.replace(hint, ids)) for old, new in changes.items()] if ids else []
+        ppo = train(changed_script(tmp_path, texts), micro_batch_tokens=60, critic_lr=1e-2, num_iterations=3)
+        runs[name] = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        shutil.rmtree(tmp_path / "run")
+    times = {name for name in runs["script"][0] if name.startswith("time/")}
+    without = lambda rows: [{name: x for name, x in row.items() if name not in times} for row in rows]
+    assert without(runs["script"]) == without(runs["nothing"]) != without(runs["hints"])
+    assert all(row["critic/first_dev"] < 1e-6 for row in runs["hints"]) and runs["hints"][2]["critic/value_mean"]
+    e, seen = experiences(ppo)[2]
+    hints = seen.lengths - e.lengths
+    assert sorted(set(hints.tolist())) == [0, 1, 2] and torch.equal(seen.values[seen.mask], e.values[e.mask])
+    assert torch.equal(seen.returns[seen.mask], e.returns[e.mask]) and not seen.returns[~seen.mask].any()
+    for row, n in enumerate(hints.tolist()):
+        assert torch.equal(seen.tokens[row, n : seen.lengths[row]], e.tokens[row, : e.lengths[row]])
+    mask = "mask=[False] * len(zeros) + episode.mask"
+    for other in "mask=[False, False] + episode.mask[:-1]", "mask=episode.mask + [False]":
+        texts = [(old, new.replace(hint, "[3]").replace(mask, other)) for old, new in changes.items()]
+        with pytest.raises(AssertionError):
+            train(changed_script(tmp_path, texts), run_name=f"run with {other}")
 
 
 TOKENS = "Tokens that do not train the actor"

@@ -394,12 +394,14 @@ def test_rows_without_first_iterations_are_not_carried(tmp_path, monkeypatch, ca
     assert "faults, the list: has no first iterations" in said and "decode" not in said
 
 
-SMALL = "--num-iterations 3 --rollout-batch-size 16 --train-batch-size 8 --sft-steps 3 --eval-episodes 2"
-CHANGES = {  # of the scripts: what must differ, (old, new)
-    "a learning rate": (1, ("args.actor_lr, args.lr_end,", "args.actor_lr * (1 + 1e-6), args.lr_end,")),
-    "the noise": (0, ("keys ^ 0x5851F42D", "keys ^ 0x5851F42E")),
-    "a stop id": (0, ("self.stop_ids = torch.tensor(stop_ids,", "self.stop_ids = torch.tensor([*stop_ids, 5],")),
-    "nothing": (None, ("", "")),
+SMALL = "--num-iterations 9 --rollout-batch-size 16 --train-batch-size 8 --sft-steps 3 --eval-episodes 2"
+CHANGES = {  # of the scripts: the first iteration that may differ, (old, new)
+    "a learning rate": ({1}, ("args.actor_lr, args.lr_end,", "args.actor_lr * (1 + 1e-6), args.lr_end,")),
+    "the noise": ({0}, ("keys ^ 0x5851F42D", "keys ^ 0x5851F42E")),
+    "a stop id": ({0}, ("self.stop_ids = torch.tensor(stop_ids,", "self.stop_ids = torch.tensor([*stop_ids, 5],")),
+    "what a checkpoint brings back": (range(2, 8), ('TrainState(**content["state"])',
+                                                    'TrainState(**content["state"] | {"prompts": 0})')),
+    "nothing": ({None}, ("", "")),
 }
 
 
@@ -411,8 +413,12 @@ def unchanged_iterations(job):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_the_code_shows_in_the_first_iterations(name, tmp_path, monkeypatch):
-    """The run of the new code is stopped and resumed, which changes nothing."""
+    """The run of the new code is stopped and resumed, which changes nothing.
+
+    The signal comes after the first iteration. Of eight, there are some left then on a busy machine too.
+    """
     differs, (old, new) = CHANGES[name]
+    monkeypatch.setattr(table, "COMPARED_ITERATIONS", 8)
     text = (ROOT / "ppo_llm.py").read_text()
     assert not old or text.count(old) == 1
     (tmp_path / "ppo_llm.py").write_text(text.replace(old, new) if old else text)
@@ -420,8 +426,8 @@ def test_a_change_of_the_code_shows_in_the_first_iterations(name, tmp_path, monk
     monkeypatch.setitem(table.ROWS, "small", row)
     job = table.Job("small", "", 1)
     one, other = unchanged_iterations(job), table.first_iterations(job, tmp_path, True)
-    assert len(one) == len(other) == 3
-    assert next((i for i in range(3) if one[i] != other[i]), None) == differs
+    assert len(one) == len(other) == 8
+    assert next((i for i in range(8) if one[i] != other[i]), None) in differs
 
 
 def test_the_numbers_of_the_table_are_those_of_the_lines():
