@@ -393,7 +393,7 @@ def guide_code(title):
 
 def test_dapo_leaves_out_equal_groups_and_samples_that_were_cut_off(tmp_path):
     """The two edits of the guide, with group_normalised.patch."""
-    choice = guide_code("Leave out prompts")[:5]
+    choice = guide_code("Leave out prompts")[:6]
     mask, kept, *_, whitened, of_rows = guide_code("Overlong filter")
     mask = re.sub(r"\[e\.stop.*?\]", of_rows, mask)
     kept = kept.replace("advantages=masked_whiten(trained.advantages, mask)", "").replace(", )", ")")
@@ -543,7 +543,7 @@ def test_critic_of_the_guide_that_reads_more(tmp_path):
     for other in "mask=[False, False] + episode.mask[:-1]", "mask=episode.mask + [False]":
         texts = [(old, new.replace(hint, "[3]").replace(mask, other)) for old, new in changes.items()]
         with pytest.raises(AssertionError):
-            train(changed_script(tmp_path, texts), run_name=f"run with {other}")
+            train(changed_script(tmp_path, texts), run_name=f"run {len(other)}")
 
 
 TOKENS = "Tokens that do not train the actor"
