@@ -521,7 +521,9 @@ def flags_of_family(job: Job, folder: str) -> list[str]:
 
     with contextlib.redirect_stdout(sys.stderr):
         other_models.make(job.run.argument, Path(folder), job.seed)
-    return [*other_models.FLAGS, "--model", folder, "--sft-steps", "150"]
+    # The defaults of a run without --model.
+    defaults = "--max-prompt-tokens 16 --max-new-tokens 8 --actor-lr 5e-4 --sft-steps 150"
+    return [*shlex.split(defaults), "--model", folder]
 
 
 def time_of_any_model(job: Job) -> dict:
