@@ -516,11 +516,9 @@ def other_family(job: Job) -> dict:
 
 
 def flags_of_family(job: Job, folder: str) -> list[str]:
-    """Writes the model into the folder."""
-    import other_models
-
-    with contextlib.redirect_stdout(sys.stderr):
-        other_models.make(job.run.argument, Path(folder), job.seed)
+    """Writes the model into the folder, in a process of its own: two threads would share the random numbers."""
+    command = [sys.executable, "benchmarks/other_models.py", "make", job.run.argument, folder, "--seed", str(job.seed)]
+    subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT)
     # The defaults of a run without --model.
     defaults = "--max-prompt-tokens 16 --max-new-tokens 8 --actor-lr 5e-4 --sft-steps 150"
     return [*shlex.split(defaults), "--model", folder]
