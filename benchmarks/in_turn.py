@@ -26,7 +26,8 @@ def compare(sides: dict[str, tuple[Path, list[str]]], iterations: int) -> dict[s
         runs = {}
         for name, (script, flags) in sides.items():
             runs[name] = begin(script, [*flags, *UNTIMED, "--num-iterations", str(iterations + 1), "--log-dir", work])
-            next_report(runs[name])  # so that none starts while another one computes
+            first = next_report(runs[name])  # None starts while another one computes.
+            assert Path(first["script"]) == script, first
         reports = {name: [] for name in sides}
         for _, (name, run) in itertools.product(range(iterations), runs.items()):
             run.stdin.write("\n")
@@ -71,7 +72,8 @@ def wait_for_turns():
         nonlocal begun
         log(*args)
         megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps({"seconds": time.process_time() - begun, "megabytes": megabytes}), flush=True)
+        report = {"seconds": time.process_time() - begun, "megabytes": megabytes, "script": ppo_llm.__file__}
+        print(json.dumps(report), flush=True)
         sys.stdin.readline()
         begun = time.process_time()
 

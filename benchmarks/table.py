@@ -202,7 +202,7 @@ ROWS = {
         alone=True, files=("benchmarks/ranks.py",)),
     "any model time": Row(
         "`any_model.patch` on a Qwen3, compared with the built-in one",
-        {"default iteration": Run(make="time_of_any_model", minutes=2, patch="any_model")},
+        {"default iteration": Run(make="time_of_any_model", argument="qwen3", minutes=2, patch="any_model")},
         ("ratio", "megabytes", "megabytes_built_in"), seeds=5, unit="pairs", statistic="median", alone=True,
         files=("benchmarks/other_models.py", "benchmarks/in_turn.py"),
         texts={"ratio": "CPU time per iteration, divided by that of the built-in one"}),
@@ -527,9 +527,7 @@ def flags_of_family(job: Job, folder: str) -> list[str]:
 def time_of_any_model(job: Job) -> dict:
     """CPU seconds of an iteration, and the peak memory, of a tiny Qwen3 of transformers and of the built-in one."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "benchmarks/other_models.py", "make", "qwen3", folder]
-        subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT)
-        flags = shlex.split(f"--model {folder} --max-prompt-tokens 16 --max-new-tokens 8 --actor-lr 5e-4 --sft-steps 0")
+        flags = [*flags_of_family(job, folder), "--sft-steps", "0"]
         scripts = {"built-in": ROOT / SCRIPTS[0], "patch": common.patched_script(job.run.patch)}
         sides = {name: (script, flags) for name, script in scripts.items()}
         built_in, patch = in_turn.compare(sides, 2 if job.smoke else 30).values()
