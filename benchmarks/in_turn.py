@@ -3,6 +3,7 @@
 `table.py` uses it for the rows "any model time" and "critic time".
 """
 
+import contextlib
 import itertools
 import json
 import resource
@@ -20,15 +21,17 @@ def compare(sides: dict[str, tuple[Path, list[str]]], iterations: int) -> dict[s
     """Run these scripts with these flags, and leave out the first iteration of each, which compiles and loads code.
 
     Returns of each side: the median of its CPU seconds per iteration, the median of the quotients of these seconds and
-    those of the first side in the same turn, and the peak of the memory in MB.
+    those of the first side in the same turn, and the peak of the memory in MB. If a run fails, the others
+    end and CalledProcessError is raised.
     """
-    with tempfile.TemporaryDirectory() as work:
-        runs = {}
+    runs, reports = {}, {name: [] for name in sides}
+    with tempfile.TemporaryDirectory() as work, contextlib.ExitStack() as ends:
         for name, (script, flags) in sides.items():
             runs[name] = begin(script, [*flags, *UNTIMED, "--num-iterations", str(iterations + 1), "--log-dir", work])
+            ends.callback(runs[name].wait)
+            ends.callback(runs[name].kill)  # if another one fails; one that has ended is left alone
             first = next_report(runs[name])  # None starts while another one computes.
             assert Path(first["script"]) == script, first
-        reports = {name: [] for name in sides}
         for _, (name, run) in itertools.product(range(iterations), runs.items()):
             run.stdin.write("\n")
             run.stdin.flush()
