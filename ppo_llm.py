@@ -21,7 +21,8 @@ r"""PPO for language models, in one file and in plain PyTorch.
     python ppo_llm.py
 
     # Word problems with Qwen2.5-Coder-0.5B-Instruct, on one GPU (peak memory 55 GB). In one run of
-    # an earlier version the share of right answers to test problems rose from 24% to 33%.
+    # an earlier version 24% of the greedy answers to test problems were right at first, and 33%
+    # after 70 iterations.
     python ppo_llm.py --model DIR --env-id GSM8K-v0 --env-kwargs '{"path": "train.jsonl"}' \
         --eval-env-kwargs '{"path": "test.jsonl"}' --max-prompt-tokens 256 --max-new-tokens 512 \
         --num-iterations 100 --ppo-epochs 1 --actor-lr 1e-6 --critic-lr 1e-5 --lr-end 1 \
@@ -2003,9 +2004,9 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 #     metrics        of a step: {name: number}, whose means are logged
 #
 # truncated=True is final: the critic's value of what might have followed is not added to the
-# rewards. Suppose that it were added. If gamma is 1 and every episode is cut off, the critic would
-# then learn its own value plus the reward, and grow for ever. If a time limit is not part of the
-# task, let the environment add an estimate of the missing reward to the last one.
+# rewards. Suppose that it were added. If gamma is 1 and every episode is cut off, the targets would
+# then determine the values only up to a constant, and a network would drift. If a time limit is not
+# part of the task, let the environment add an estimate of the missing reward to the last one.
 #
 # To use another task, write a reward function for Prompts-v0, or pass --env-id
 # my_module:MyEnv-v0.

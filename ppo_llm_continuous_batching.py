@@ -2066,9 +2066,9 @@ def save_hf_checkpoint(model: Transformer, tokenizer: HFTokenizer, path: Path):
 #     metrics        of a step: {name: number}, whose means are logged
 #
 # truncated=True is final: the critic's value of what might have followed is not added to the
-# rewards. Suppose that it were added. If gamma is 1 and every episode is cut off, the critic would
-# then learn its own value plus the reward, and grow for ever. If a time limit is not part of the
-# task, let the environment add an estimate of the missing reward to the last one.
+# rewards. Suppose that it were added. If gamma is 1 and every episode is cut off, the targets would
+# then determine the values only up to a constant, and a network would drift. If a time limit is not
+# part of the task, let the environment add an estimate of the missing reward to the last one.
 #
 # To use another task, write a reward function for Prompts-v0, or pass --env-id
 # my_module:MyEnv-v0.

@@ -1138,8 +1138,14 @@ def last_line(job: Job, lines: list[dict]) -> dict | None:
 
 def table_of(names, lines: list[dict], find) -> str:
     """All sections, and on what they were measured."""
-    found = [line for job in jobs_of(names) if (line := find(job, lines))]
-    machines = sorted({f"{line['processor']}; {line['versions']}" for line in found})
+    claims = {}  # {machine: of what at least one run was made on it}
+    for job in jobs_of(names):
+        if line := find(job, lines):
+            claims.setdefault(f"{line['processor']}; {line['versions']}", {})[ROWS[job.row].claim] = None
+    machines = []
+    for machine, its in sorted(claims.items(), key=lambda pair: len(pair[1]), reverse=True):
+        machines.append(f"\nRuns of these rows were measured on {machine}: {'; '.join(its)}." if machines else
+                        f"Measured on {machine}.")  # fmt: skip
     sections = {name: section(name, lines, find) for name in names}
     missing = []
     for name, text in sections.items():
@@ -1147,7 +1153,7 @@ def table_of(names, lines: list[dict], find) -> str:
         if without:  # the variants that lack runs are named only if others have some
             missing.append(ROWS[name].claim + (f" ({', '.join(without)})" if text else ""))
     rest = [f"Not made yet: {'; '.join(missing)}.\n"] if missing else []
-    return "\n".join([*filter(None, sections.values()), *rest, *(f"Measured on {machine}." for machine in machines)])
+    return "\n".join([*filter(None, sections.values()), *rest, *machines])
 
 
 def page() -> str:

@@ -458,7 +458,7 @@ def changed_script(folder, changes, script=ROOT / "ppo_llm.py"):
 
 def test_diffs_of_the_guide_apply(tmp_path):
     diffs = guide_diffs()
-    assert len(diffs) == 6
+    assert len(diffs) == 7
     for title, changes in diffs.items():
         compile(changed_script(tmp_path, changes).read_text(), title, "exec")
 
@@ -544,6 +544,44 @@ def test_critic_of_the_guide_that_reads_more(tmp_path):
         texts = [(old, new.replace(hint, "[3]").replace(mask, other)) for old, new in changes.items()]
         with pytest.raises(AssertionError):
             train(changed_script(tmp_path, texts), run_name=f"run {len(other)}")
+
+
+CLIP = "A clip range for each token"
+
+
+def test_clip_range_of_the_guide(tmp_path):
+    """A token's bound is that of its entropy and has no gradient. With a coefficient of 0 it is that of the script."""
+    seen = []  # (bound, entropies) of the microbatches
+
+    def record_bounds(ppo):
+        loss, sampled_logprobs = ppo.policy_loss, ppo.Transformer.sampled_logprobs
+
+        def recorded_logprobs(*args):
+            ppo.newest = sampled_logprobs(*args)
+            return ppo.newest
+
+        def recorded_loss(*args, **kwargs):
+            seen.append((kwargs["clip_high"], ppo.newest[1]))
+            return loss(*args, **kwargs)
+
+        ppo.Transformer.sampled_logprobs, ppo.policy_loss = recorded_logprobs, recorded_loss
+
+    rows = {}
+    for name, coef in {"script": None, "no width": 0.0, "width": 2.0}.items():
+        seen.clear()
+        (tmp_path / name).mkdir()
+        script = changed_script(tmp_path / name, [] if coef is None else guide_diffs()[CLIP])
+        ppo = train(script, record_bounds, actor_lr=1e-2, **({} if coef is None else {"clip_entropy": coef}))
+        lines = (tmp_path / name / "run" / "metrics.jsonl").read_text().splitlines()
+        rows[name] = [{x: y for x, y in json.loads(line).items() if not x.startswith("time/")} for line in lines]
+    assert rows["script"] == rows["no width"] != rows["width"] and rows["width"][0]["actor/clipfrac"] > 0
+    for bound, entropies in seen:
+        assert not bound.requires_grad and entropies.requires_grad
+        assert torch.equal(bound, 0.2 * (1 + 2 * entropies)) and bound.max() > bound.min() + 0.1
+    (test,) = re.findall(r"```python\n(.*?)```", GUIDE.partition(f"\n## {CLIP}\n")[2].partition("\n## ")[0], re.S)
+    exec(textwrap.dedent(test), vars(ppo).copy())
+    with pytest.raises(AssertionError):
+        exec(textwrap.dedent(test).replace("entropies.detach()", "entropies"), vars(ppo).copy())
 
 
 TOKENS = "Tokens that do not train the actor"

@@ -459,6 +459,10 @@ def test_the_numbers_of_the_table_are_those_of_the_lines():
     of_critics = [line_of(table.Job("sort", "critic", seed), {"after": 1.0}) for seed in range(1, seeds + 1)]
     for found, missing in ([], ""), (lines, " (group, constant, critic)"), (lines + of_critics, " (group, constant)"):
         assert f"Not made yet: {claim}{missing}.\n" in table.table_of(["sort"], found, table.finished)
+    xeon = line_of(table.Job("sort", "group", 1), {"after": 1.0}, processor="Xeon")
+    text = table.table_of(["sort"], [*lines, xeon], table.last_line)
+    also = f"Runs of these rows were measured on Xeon; torch 2: {claim}."
+    assert text.endswith(f"\nMeasured on CPU; torch 2.\n\n{also}")
     assert table.section("sort", lines[-1:], table.finished) == ""  # of another code
     assert "right after training, sampled, % | 0.0 |" in table.section("sort", lines[-1:], table.last_line)
     assert table.summarized([3.0, 1.0, 2.5], "median", 2) == "2.50 (1.00 to 3.00)"
