@@ -580,8 +580,9 @@ def test_clip_range_of_the_guide(tmp_path):
         assert torch.equal(bound, 0.2 * (1 + 2 * entropies)) and bound.max() > bound.min() + 0.1
     (test,) = re.findall(r"```python\n(.*?)```", GUIDE.partition(f"\n## {CLIP}\n")[2].partition("\n## ")[0], re.S)
     exec(textwrap.dedent(test), vars(ppo).copy())
+    wrong = changed_script(tmp_path, [(" * entropies.detach())", " * entropies)")], script)
     with pytest.raises(AssertionError):
-        exec(textwrap.dedent(test).replace("entropies.detach()", "entropies"), vars(ppo).copy())
+        exec(textwrap.dedent(test), vars(train(wrong)).copy())
 
 
 TOKENS = "Tokens that do not train the actor"
