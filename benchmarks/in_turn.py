@@ -21,8 +21,8 @@ def compare(sides: dict[str, tuple[Path, list[str]]], iterations: int) -> dict[s
     """Run these scripts with these flags, and leave out the first iteration of each, which compiles and loads code.
 
     Returns of each side: the median of its CPU seconds per iteration, the median of the quotients of these seconds and
-    those of the first side in the same turn, and the peak of the memory in MB. If a run fails, the others
-    end and CalledProcessError is raised.
+    those of the first side in the same turn, and the peak of the memory in MB. If a run fails, the others end,
+    and CalledProcessError is raised.
     """
     runs, reports = {}, {name: [] for name in sides}
     with tempfile.TemporaryDirectory() as work, contextlib.ExitStack() as ends:

@@ -17,7 +17,7 @@ import table
 
 import ppo_llm
 
-# A run of the parts of a script that in_turn.py uses. It notes when its iterations begin and end.
+# The parts of a script that in_turn.py uses. The journal lists the iterations of all runs as they begin.
 SCRIPT = '''
 import pathlib, sys, time, types
 
@@ -46,7 +46,7 @@ def train(flags):
 
 
 def sides(folder, **seconds):
-    """The first runs and its seconds of work, by name."""
+    """For `compare`: runs with these names, whose iterations take so many CPU seconds."""
     for name in seconds:
         (folder / name).mkdir()
         (folder / name / "ppo_llm.py").write_text(SCRIPT)
@@ -55,7 +55,7 @@ def sides(folder, **seconds):
 
 def test_each_makes_an_iteration_while_the_other_one_waits(tmp_path):
     first, second = in_turn.compare(sides(tmp_path, a=0.1, b=0.2), 5).values()
-    # The first iteration of each is made before b starts and is left out.
+    # Iteration 0 of each is not timed. That of a ends before b starts.
     assert (tmp_path / "journal.txt").read_text().split() == [f"{name}{i}" for i in range(6) for name in "ab"]
     assert first["ratio"] == 1 and first["seconds"] == pytest.approx(0.1, rel=0.3)
     assert second["ratio"] == pytest.approx(2, rel=0.3) and second["seconds"] == pytest.approx(0.2, rel=0.3)
