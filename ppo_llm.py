@@ -34,7 +34,8 @@ r"""PPO for language models, in one file and in plain PyTorch.
 Part I is PPO (https://arxiv.org/abs/1707.06347). It is meant to be read from top to bottom:
 1. arguments, 2. mathematics, 3. training loop, 4. experience, 5. rollout. Part II is what PPO
 stands on: 6. transformer, 7. tokenizer and checkpoints of Hugging Face, 8. text environments,
-9. statistics and diagnosis, 10. ranks and models, 11. run folder and resuming.
+9. statistics, evaluation and diagnosis, 10. errors, flags, ranks and models, 11. run folder, saving
+and resuming.
 
 Models. The actor is the policy that is trained. Its weights are float32, whatever --dtype is. The
 old log-probs, those of pi_old in the ratio pi / pi_old, are the actor's before the updates of an
@@ -224,7 +225,8 @@ class Args:
     # advantage, before it is whitened, is the sum of the rewards of its token and of later ones,
     # discounted by gamma * lambda
     critic_epochs: int | None = None
-    # learning rate of the actor at the start; default: 1e-5 if --model is given, else 5e-4
+    # learning rate of the actor at the start, and of the warm start; default: 1e-5 if --model is
+    # given, else 5e-4
     actor_lr: float | None = None
     # learning rate of the critic at the start; default: 0.064 / hidden_size of the critic, which is
     # 1e-3 for the built-in model and 7e-5 for Qwen2.5-0.5B
@@ -477,6 +479,7 @@ def run_ppo(args, envs, eval_envs, stop: StopSignals) -> dict:
         clock.end("rollout")
 
         # --- Old log-probs, values, rewards, advantages: computed once, constant from here on.
+        # FORK: several reward models. `evaluate` calls set_scores as well.
         if reward_model:
             set_scores(episodes, reward_model, args)
         experience = make_experience(episodes, actor, critic, reference, state, args)
@@ -636,7 +639,7 @@ class Experience:
     rewards: Tensor  # from the environment; make_experience adds score and penalty, but no KL
     # `make_experience` fills in the rest.
     old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None  # NaN if there is no reference
+    ref_logprobs: Tensor | None = None  # all NaN if there is no reference
     values: Tensor | None = None  # 0 without a critic
     returns: Tensor | None = None
     advantages: Tensor | None = None
@@ -709,8 +712,9 @@ class Microbatch(Experience):
 def forward_all(function: Callable, experience: Experience, groups, args) -> Tensor:
     """Apply `function` to all samples, microbatch by microbatch, and return [N, T].
 
-    Each rank computes its share. `groups` is a list of index tensors. A microbatch has samples of
-    one group. The rows of samples that are in no group are 0.
+    Each rank computes its share. `groups` is a list of index tensors, and a microbatch has samples
+    of one group. If the groups are the minibatches of an epoch, the microbatches are those in which
+    the updates of that epoch see the samples. The rows of samples that are in no group are 0.
     """
     out = torch.zeros(experience.tokens.shape, device=args.device)
     for group in groups:
@@ -791,7 +795,9 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
 def minibatch_rows(experience: Experience, epoch: int, state, args) -> list[Tensor]:
     """The indices of the samples of each minibatch of an epoch, in a random order.
 
-    The order is a function of (seed, iteration, epoch), so that a resumed run repeats it.
+    The order is a function of (seed, iteration, epoch), so that a resumed run repeats it. Critic and
+    actor therefore have the same minibatches in epochs of the same number, and make_experience
+    scores the samples in those of epoch 0.
     """
     seed = ((args.seed * 1_000_003 + state.iteration) * 1_000_003 + epoch) % 2**63
     generator = torch.Generator().manual_seed(seed)
@@ -2642,9 +2648,10 @@ def diagnose_ratio(
     bf16 = args.dtype == "bfloat16"
     tolerance = sampler_tolerance(args)
     gap = sampler_gap(experience)
-    # `rounding` is the mean |ratio - 1| that rounding explains: at least first_dev, and at least
-    # 1e-7. In float32 it is also at least the gap, up to the tolerance. In bfloat16 the gap is so
-    # large that it would hide a real move. A deviation above 2 * rounding is a move, and so is NaN.
+    # The ratio has moved if in one of the judged minibatches the mean |ratio - 1| is more than twice
+    # what rounding explains, or NaN. Rounding explains first_dev, and at least 1e-7. In float32 it
+    # also explains the gap, up to the tolerance. In bfloat16 the gap is so large that it would hide
+    # a real move.
     # In float32, first_dev 0 and a gap of 2e-6 give a rounding of 2e-6, so 5e-6 is a move.
     rounding = max(first_dev, 1e-7, 0.0 if bf16 else min(gap, tolerance))
     moved = not all(step["ratio_dev"] <= 2 * rounding for step in judged)

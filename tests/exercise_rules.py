@@ -1134,6 +1134,11 @@ def _(ppo):
     share, expected = float((d.tokens[:, 2] < 30).float().mean()), float(row.softmax(0)[:30].sum())
     given = {"logits": "60 numbers, at equal distances from 0 to 1", "rows": B}
     holds(abs(share - expected) < 0.02, given, expected, share, "share of the 30 least likely tokens")
+    row = tensor([0.0, 0.0, 0.0, -5.0])  # The last token, one of 446, is expected 22 times.
+    d = decoder(ppo, row.expand(B, 4).clone())
+    ppo.sample_token(d, 16)
+    seen = int((d.tokens[:, 2] == 3).sum())
+    holds(seen > 0, {"logits": row, "rows": B}, "some 22", seen, "how often the rare token came")
 
 
 @rule("sampling", "The log-prob is that of softmax(logits / temperature), without the noise, even for large logits.")

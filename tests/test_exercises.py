@@ -128,6 +128,9 @@ WRONG = {
         ("logprob_of_the_previous_token", "The log-prob is that"),
         ("noise_of_the_row", "not on its place"),
         (("logits /= decoder.temperature", "pass"), "as often as softmax"),
+        (("token = noisy_logits.argmax(",
+          "token = noisy_logits.masked_fill(logits < logits.amax(-1, True) - 4.6, -math.inf).argmax("),
+         "none are filtered out"),
         (("logits + decoder.noise_scale * noise", "logits + noise"), "At noise_scale 0"),
         (("logits + decoder.noise_scale * noise", "logits + float(decoder.noise_scale) * noise"), "does not wait"),
         (("gumbel_noise(decoder.noise_keys, decoder.length, logits", "gumbel_noise(decoder.noise_keys, 0 * decoder.length, logits"),  # noqa: E501
