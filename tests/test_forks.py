@@ -689,6 +689,31 @@ def test_critics_of_the_guide(shared, tmp_path):
     assert ppo.plan_steps(stats).critic_steps == 8
 
 
+@pytest.mark.parametrize("flags, factor", [
+    (dict(lr_kl=1e-9, target_kl=1e-9), 1 / 1.5),  # ends the epochs at the second minibatch
+    (dict(lr_kl=1e3), 1.5),
+    (dict(lr_kl=1e3, train_batch_size=16, ppo_epochs=1), 1.0),  # one step, whose KL is 0
+])  # fmt: skip
+def test_rate_of_the_guide_that_follows_the_kl(flags, factor, tmp_path):
+    """It does not change in an iteration without steps of the actor either."""
+    block = re.search(r"^- \*\*A learning rate that follows the KL.*?```python\n(.*?)  ```", GUIDE, re.M | re.S)[1]
+    rule = textwrap.indent(textwrap.dedent(block), " " * 8)
+    changes = [
+        ("    actor_lr: float | None = None\n", "    actor_lr: float | None = None\n    lr_kl: float = 0.01\n"),
+        ("    actor_steps: int = 0\n", "    actor_steps: int = 0\n    lr_factor: float = 1.0\n"),
+        ("lr = linear_schedule(args.actor_lr, args.lr_end, progress)",
+         "lr = state.lr_factor * linear_schedule(args.actor_lr, args.lr_end, progress)"),
+        ("        # FORK: other numbers to log.", f"{rule}        # FORK: other numbers to log."),
+    ]  # fmt: skip
+    train(changed_script(tmp_path, changes), num_iterations=4, critic_warmup_iterations=1, actor_lr=0.01, lr_end=1.0,
+          **dict(train_batch_size=8) | flags)  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["mine/lr_factor"] for row in rows] == pytest.approx([1, 1, factor, factor**2])
+    assert [row["actor/lr"] for row in rows[1:]] == pytest.approx([0.01, 0.01 * factor, 0.01 * factor**2])
+    if "target_kl" in flags:
+        assert all(row["actor/approx_kl"] == 0 for row in rows[1:])
+
+
 def test_group_of_an_optimizer_may_have_a_factor_of_the_guide(tmp_path):
     (_, line), = [guide_code("Another learning rate")]  # fmt: skip
     ppo = train(changed_script(tmp_path, [('group["lr"] = lr\n', f"{line}\n")]), num_iterations=1)
