@@ -36,7 +36,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -705,14 +705,20 @@ class Run:
         return " ".join(text(row.get(metric)) for row in self.rows) or "(no iteration has ended)"
 
 
-def newest_runs() -> list[Run]:
-    """The newest run of exercise.py, and the newest one of the script with the same flags."""
+def readable_runs(folders: Iterable[Path]) -> list[Run]:
+    """The runs of these folders. A folder that cannot be read is named and left out."""
     runs = []
-    for path in Path("runs").glob("*/metrics.jsonl"):
+    for folder in folders:
         try:
-            runs.append(Run(path.parent))
+            runs.append(Run(folder))
         except ValueError as error:
             print(f"Left out: {error}.")
+    return runs
+
+
+def newest_runs() -> list[Run]:
+    """The newest run of exercise.py, and the newest one of the script with the same flags."""
+    runs = readable_runs(path.parent for path in Path("runs").glob("*/metrics.jsonl"))
     runs.sort(key=lambda run: run.time, reverse=True)
     sick = next((run for run in runs if run.script == FILE.stem), None)
     if not sick:
@@ -729,11 +735,7 @@ def newest_runs() -> list[Run]:
 
 def show(metric: str, folders: list[Path]) -> int:
     """Print a metric of each iteration."""
-    try:
-        runs = [*map(Run, folders)] if folders else newest_runs()
-    except ValueError as error:
-        print(f"{error}.")
-        return 2
+    runs = readable_runs(folders) if folders else newest_runs()
     names = sorted({name for run in runs for row in run.rows for name in row})
     if names and metric not in names:
         similar = [name for name in names if metric in name] or difflib.get_close_matches(metric, names, cutoff=0.3)

@@ -525,7 +525,9 @@ def test_show_compares_the_newest_run_with_a_healthy_one(tmp_path, tool):
     assert tool("show", "objective/x") == (0, shown)
     assert tool("show", "ratio/steps", "runs/a") == (0, "exercise --seed 1   (runs/a)\n    2 steps\n")
     assert tool("show", "x") == (2, "There is no metric x. Similar names: objective/x.\n")
-    assert tool("show", "x", "runs/f")[1].count("\n") == 1
+    code, said = tool("show", "x", "runs/f")
+    assert code == 2 and said.startswith("Left out: ") and said.count("\n") == 1
+    assert tool("show", "ratio/steps", "runs/f", "runs/a") == (0, f"{said}exercise --seed 1   (runs/a)\n    2 steps\n")
     (tmp_path / "exercise.py").write_text("newer")
     assert tool("show", "objective/x") == (0, "exercise.py has changed since its newest run.\n" + shown)
     (tmp_path / "runs" / "c" / "metrics.jsonl").unlink()
