@@ -2940,8 +2940,8 @@ def fill_in_defaults(args: Args) -> Args:
     if args.critic_lr is None:
         # The head starts at zero, and a step of Adam moves each of its weights by the rate. The
         # elements of the hidden state are about as large as the weights of the last norm, which
-        # are 1 in the built-in model. There a step moves a value by about rate * hidden_size, which
-        # is 0.064. Pretrained norms have larger weights: see docs/design.md.
+        # are 1 in the built-in model. There a step moves a value by up to about rate * hidden_size,
+        # which is 0.064. Pretrained norms may have larger weights: see docs/design.md.
         folder = args.critic_model or args.model
         args.critic_lr = 0.064 / (load_config(folder).hidden_size if folder else EMBEDDED_WIDTH)
     return args
