@@ -795,9 +795,9 @@ def make_experience(episodes, actor, critic, reference, state, args) -> Experien
 def minibatch_rows(experience: Experience, epoch: int, state, args) -> list[Tensor]:
     """The indices of the samples of each minibatch of an epoch, in a random order.
 
-    The order is a function of (seed, iteration, epoch), so that a resumed run repeats it. Critic and
-    actor therefore have the same minibatches in epochs of the same number, and make_experience
-    scores the samples in those of epoch 0.
+    The order is a function of (seed, iteration, epoch), so that a resumed run repeats it. So critic
+    and actor have the same minibatches in epochs of the same number, and make_experience scores the
+    samples in those of epoch 0.
     """
     seed = ((args.seed * 1_000_003 + state.iteration) * 1_000_003 + epoch) % 2**63
     generator = torch.Generator().manual_seed(seed)
@@ -2648,10 +2648,10 @@ def diagnose_ratio(
     bf16 = args.dtype == "bfloat16"
     tolerance = sampler_tolerance(args)
     gap = sampler_gap(experience)
-    # The ratio has moved if in one of the judged minibatches the mean |ratio - 1| is more than twice
-    # what rounding explains, or NaN. Rounding explains first_dev, and at least 1e-7. In float32 it
-    # also explains the gap, up to the tolerance. In bfloat16 the gap is so large that it would hide
-    # a real move.
+    # The ratio has moved if in one of the judged minibatches the mean |ratio - 1| is NaN, or more
+    # than twice what rounding explains. Rounding explains first_dev, and at least 1e-7. In float32
+    # it also explains the gap, up to the tolerance. In bfloat16 the gap is so large that it would
+    # hide a real move.
     # In float32, first_dev 0 and a gap of 2e-6 give a rounding of 2e-6, so 5e-6 is a move.
     rounding = max(first_dev, 1e-7, 0.0 if bf16 else min(gap, tolerance))
     moved = not all(step["ratio_dev"] <= 2 * rounding for step in judged)
